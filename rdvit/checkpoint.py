@@ -1,0 +1,138 @@
+"""A model folder: ``model.safetensors`` (weights), ``model.json`` (all it takes to use them), ``state.pt`` (to resume).
+
+Weights are safetensors and the rest is JSON, so that loading a model runs no code. The training state is read with
+``weights_only=True``: tensors and plain values, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rdvit import __version__
+from rdvit.atomic import atomic
+from rdvit.config import Config, validate
+from rdvit.errors import ModelError
+from rdvit.models.build import build_segmenter
+from rdvit.models.segmenter import Segmenter
+
+WEIGHTS, DESCRIPTION, STATE = "model.safetensors", "model.json", "state.pt"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a model needs to be used by someone who only has its folder.
+
+    Attributes:
+        config: The resolved configuration it was trained with: network, spacing, normalisation.
+        class_names: Label value to structure name, in the order of the output channels after the background.
+        training: Where the weights come from: data set, split, epochs, validation Dice; free-form, JSON-able.
+        version: Version of rdvit that wrote it.
+    """
+
+    config: Config
+    class_names: dict[int, str]
+    training: dict[str, Any] = field(default_factory=dict)
+    version: str = __version__
+
+
+def save_model(folder: Path, model: Segmenter, info: ModelInfo) -> None:
+    """Write weights and description; each file appears whole or not at all."""
+    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    with atomic(folder / WEIGHTS) as path:
+        save_file(tensors, path)
+    content = asdict(info) | {"config": info.config.model_dump(mode="json")}
+    with atomic(folder / DESCRIPTION) as path:
+        path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def load_info(folder: Path) -> ModelInfo:
+    """Read a model's description.
+
+    Raises:
+        ModelError: If there is no model in the folder, or its description is damaged.
+    """
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        raise ModelError(f"no model here: expected {DESCRIPTION} and {WEIGHTS}", file=folder)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        names = {int(value): str(name) for value, name in content["class_names"].items()}
+        return ModelInfo(validate(content["config"], source=path), names, content["training"], content["version"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"damaged model description: {type(error).__name__} {error}", file=path) from error
+
+
+def load_model(folder: Path) -> tuple[Segmenter, ModelInfo]:
+    """Build the network that a folder describes and fill in its weights; in evaluation mode, on the CPU.
+
+    Raises:
+        ModelError: If a file is missing or damaged, or if the tensors do not match the configuration (they are named).
+    """
+    info = load_info(folder)
+    path = folder / WEIGHTS
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read the weights: {error}", file=path) from error
+    model = build_segmenter(info.config.model, seed=0)
+    expected = model.state_dict()
+    wrong = [
+        name
+        for name in sorted(expected.keys() | tensors.keys())
+        if name not in tensors or name not in expected or tensors[name].shape != expected[name].shape
+    ]
+    if wrong:
+        listed = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise ModelError(f"{len(wrong)} tensors do not match {DESCRIPTION}: {listed}", file=path)
+    model.load_state_dict(tensors)
+    return model.eval(), info
+
+
+def find_model(name: str | None, runs: Path) -> Path:
+    """The model folder that a user means.
+
+    Args:
+        name: A model folder, or the name of a run; None takes the run that finished last.
+        runs: Folder of all runs.
+
+    Raises:
+        ModelError: If there is none.
+    """
+    if name is not None:
+        found = next((path for path in (Path(name), runs / name) if (path / DESCRIPTION).is_file()), None)
+        if found is None:
+            raise ModelError(f"no model '{name}': neither it nor {runs / name} holds {DESCRIPTION}")
+        return found
+    finished = [path.parent for path in runs.glob("*/summary.json") if (path.parent / DESCRIPTION).is_file()]
+    if not finished:
+        raise ModelError(f"no finished run under '{runs}'", hint="train one with `rdvit train`, or name one with --model")
+    return max(finished, key=lambda folder: (folder / "summary.json").stat().st_mtime)
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the training state (tensors, numbers, strings, lists and dictionaries of them)."""
+    with atomic(folder / STATE) as path:
+        torch.save(state, path)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """Read the training state.
+
+    Raises:
+        ModelError: If it is missing or damaged.
+    """
+    path = folder / STATE
+    if not path.is_file():
+        raise ModelError(f"nothing to resume: {STATE} is missing", file=folder)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise ModelError(f"damaged training state: {str(error).splitlines()[0]}", file=path) from error

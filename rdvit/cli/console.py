@@ -1,0 +1,75 @@
+"""What the commands share in talking to people: standard error for messages, standard output for ``--json`` alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Report = Callable[[str, int, int], None]
+
+
+def console() -> Console:
+    """A rich console on standard error; file names are not read as markup."""
+    from rich.console import Console
+
+    found = Console(stderr=True)
+    width = None if found.is_terminal else 160  # a log file has no width; tables should not be cut there
+    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True, width=width)
+
+
+def error_line(text: str) -> None:
+    """One line on standard error, whatever the message holds."""
+    print(f"rdvit: error: {' '.join(text.split())}", file=sys.stderr)
+
+
+def set_up_logging(quiet: bool) -> None:
+    """The package's messages as plain lines on standard error; nibabel's own complaints about headers stay silent."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("rdvit")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.propagate = False
+    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Report]:
+    """A progress bar on standard error, silent where that is no terminal; call what it gives with text, done and total."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    target = console()
+    with Progress(*columns, console=target, disable=not target.is_terminal, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
+
+
+def print_table(title: str, rows: Sequence[dict[str, Any]], digits: dict[str, int] | None = None) -> None:
+    """A table on standard error; numbers with the given digits (3 unless said), NaN and None as a dash."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in rows[0] if rows else ():
+        table.add_column(column, overflow="fold", justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value, (digits or {}).get(column, 3)) for column, value in row.items()))
+    console().print(table)
+
+
+def print_json(text: str) -> None:
+    """A result on standard output."""
+    sys.stdout.write(text.rstrip() + "\n")
+
+
+def _cell(value: Any, digits: int) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,191 @@
+"""``rdvit evaluate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rdvit.cli.console import console, print_json, print_table, progress_bar
+from rdvit.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rdvit.data.datalist import Case
+
+
+def evaluate(
+    data: Annotated[Path | None, typer.Option(help="Labelled data set to segment and score.")] = None,
+    split: Annotated[str, typer.Option(help="all, fold0-train, fold0-val, ..., or a name from the JSON list.")] = "fold0-val",
+    model: Annotated[str | None, typer.Option(help="Model folder or name of a run; the newest finished run.")] = None,
+    loops: Annotated[str | None, typer.Option(help="Loops, several with commas: 1,2,4,8,12.")] = None,
+    halting: Annotated[Literal["act", "none"] | None, typer.Option(help="Stop tokens by ACT, or run all loops.")] = None,
+    pred: Annotated[Path | None, typer.Option(help="Folder of predictions to score against --ref.")] = None,
+    ref: Annotated[Path | None, typer.Option(help="Folder of reference labels, or a data set.")] = None,
+    labels: Annotated[str | None, typer.Option(help='Class names for --ref, "1=RV,2=MYO,3=LV".')] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for summary.json, the table and the figure.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    precision: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")] = False,
+) -> None:
+    """Score a model on labelled data, or predictions against references: Dice, HD95, ASSD, volumes, EF, mass.
+
+    \f
+    Raises:
+        RdvitError: On wrong input. Failed cases are counted and exit code 1 given.
+    """
+    from rdvit.evaluation.summary import to_json
+
+    if (pred is None) != (ref is None) or (pred is not None and data is not None):
+        raise ConfigError("expected either --data, or --pred and --ref together")
+    if pred is not None and ref is not None:
+        summaries = [_score_folder(pred, ref, labels)]
+    else:
+        how = (_numbers(loops), halting, device, precision)
+        summaries = _score_model(data, split, model, how, runs)
+    rows = [_row(summary) for summary in summaries]
+    _tell(summaries, rows)
+    result: dict[str, Any] = summaries[0] if len(summaries) == 1 else {"table": rows, "summaries": summaries}
+    if out is not None:
+        _write(out, result, rows)
+    if as_json:
+        print_json(to_json(result))
+    if any(summary["failures"] for summary in summaries):
+        raise typer.Exit(1)
+
+
+def _score_model(data: Path | None, split: str, model: str | None, how: tuple[Any, ...], runs: Path) -> list[dict[str, Any]]:
+    from rdvit.checkpoint import find_model, load_model
+    from rdvit.data.datalist import load_data, select
+    from rdvit.data.default import default_data
+    from rdvit.evaluation.summary import summarize
+    from rdvit.inference.cases import score_cases
+    from rdvit.inference.predictor import Predictor
+
+    loops, halting, device, precision = how
+    folder = find_model(model, runs)
+    network, info = load_model(folder)
+    source, why = (data, "as asked") if data is not None else default_data()
+    dataset = load_data(source)
+    if dataset.class_names != info.class_names:
+        raise DataError(f"classes {dataset.class_names} of the data are not the model's {info.class_names}", file=source)
+    cases = select(dataset, split)
+    predictor = Predictor(network, info, device, precision)
+    console().print(f"model: {folder}; data: {source} ({why}), split {split}, {len(cases)} cases")
+    _warn_of_training_cases(info.training, source, cases)
+    summaries = []
+    with progress_bar() as report:
+        for number in loops or [info.config.model.loops]:
+            results = score_cases(predictor, cases, info.class_names, number, halting, report)
+            run = {
+                "model": str(folder),
+                "data": str(source),
+                "split": split,
+                "loops": number,
+                "halting": halting or info.config.model.halting,
+                "precision": predictor.precision.name,
+            }
+            summaries.append({"run": run, **summarize(results, info.class_names)})
+    return summaries
+
+
+def _warn_of_training_cases(training: dict[str, Any], source: Path, cases: list[Case]) -> None:
+    """Say so where cases are scored that the model was trained on."""
+    from rdvit.data.datalist import load_data, select
+
+    name = training.get("train")
+    if training.get("data") is None or name is None or str(source) != str(training.get("data")):
+        return
+    seen = {case.patient for case in select(load_data(source), name, training.get("fraction", 1.0))}
+    known = sorted({case.patient for case in cases} & seen)
+    if known:
+        console().print(f"warning: {len(known)} of these patients were in the training of this model")
+
+
+def _score_folder(pred: Path, ref: Path, labels: str | None) -> dict[str, Any]:
+    from rdvit.cli.measure import parse_labels
+    from rdvit.data.datalist import Case, load_data
+    from rdvit.evaluation.summary import summarize
+    from rdvit.inference.cases import score_folder
+
+    for folder in (pred, ref):
+        if not folder.is_dir():
+            raise DataError("no such folder", file=folder)
+    files = sorted(p for p in ref.iterdir() if p.name.endswith((".nii", ".nii.gz")) and not p.name.startswith("."))
+    if files:
+        cases = [Case(p.name.split(".nii")[0], p.name.split(".nii")[0], p, p) for p in files]
+        names = parse_labels(labels) if labels else _names_in(files)
+    else:
+        dataset = load_data(ref)
+        cases, names = list(dataset.cases), parse_labels(labels) if labels else dataset.class_names
+    summary = summarize(score_folder(pred, cases, names), names)
+    return {"run": {"pred": str(pred), "ref": str(ref)}, **summary}
+
+
+def _names_in(files: list[Path]) -> dict[int, str]:
+    import numpy as np
+
+    from rdvit.data.volume import read_labels
+
+    values = sorted({int(v) for path in files for v in np.unique(read_labels(path).array)} - {0})
+    return {value: f"label_{value}" for value in values}
+
+
+def _numbers(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"expected --loops like 1,2,4,8, found '{text}'") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"expected at least 1 loop, found {min(numbers)}")
+    return numbers
+
+
+def _row(summary: dict[str, Any]) -> dict[str, Any]:
+    """One line for a run of all cases: loops, mean Dice, Dice per structure, HD95, EF error."""
+    from rdvit.evaluation.summary import dice_table
+
+    table = {row["structure"]: row for row in dice_table(summary)}
+    run = summary["run"]
+    row = {"loops": run["loops"], "halting": run["halting"]} if "loops" in run else {}
+    row |= {"dice": table["mean"]["Dice"]} | {f"dice_{n}": r["Dice"] for n, r in table.items() if n != "mean"}
+    row["hd95_mm"] = table["mean"]["HD95"]
+    agreement = summary.get("cardiac", {}).get("agreement", {})
+    for measure, key in (("LV_EF_percent", "lv_ef_error"), ("RV_EF_percent", "rv_ef_error")):
+        if measure in agreement:
+            row[key] = agreement[measure]["mean_absolute_error"]
+    return row
+
+
+def _tell(summaries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    from rdvit.evaluation.summary import dice_table
+
+    if len(summaries) == 1:
+        print_table("per structure", dice_table(summaries[0]))
+        agreement = summaries[0].get("cardiac", {}).get("agreement", {})
+        if agreement:
+            print_table("clinical measures against the reference", [{"measure": name} | a for name, a in agreement.items()])
+    else:
+        print_table("Dice against loops", rows)
+    for failure in summaries[0]["failures"]:
+        console().print(f"failed: {failure['case']}: {failure['reason']}")
+
+
+def _write(out: Path, result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    from rdvit.atomic import atomic
+    from rdvit.evaluation.summary import to_json
+
+    with atomic(out / "summary.json") as path:
+        path.write_text(to_json(result), encoding="utf-8")
+    if len(rows) > 1:
+        from rdvit.analysis.charts import loops_curve
+        from rdvit.analysis.figures import save_figure
+
+        with atomic(out / "loops.csv") as path:
+            lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        save_figure(loops_curve(rows), out / "loops.png")
+    console().print(f"written to {out}")

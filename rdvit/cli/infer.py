@@ -1,0 +1,209 @@
+"""``rdvit infer``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rdvit.cli.console import console, error_line, print_json, print_table, progress_bar
+from rdvit.errors import ConfigError, DataError, RdvitError
+
+if TYPE_CHECKING:
+    from rdvit.inference.predictor import Predictor
+
+
+def infer(
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="NIfTI files, or folders of them.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("segmentations"),
+    model: Annotated[str | None, typer.Option(help="Model folder or name of a run; the newest finished run.")] = None,
+    loops: Annotated[int | None, typer.Option(help="Number of loops; as trained where not given.")] = None,
+    halting: Annotated[Literal["act", "none"] | None, typer.Option(help="Stop tokens by ACT, or run all loops.")] = None,
+    frame: Annotated[int | None, typer.Option(help="Frame of a 4D file, from 1.")] = None,
+    maps: Annotated[bool, typer.Option("--maps", help="Write the halting map and the entropy map.")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="Write a PNG with the slices and their contours.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    precision: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that exist.")] = False,
+    runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON on standard output.")] = False,
+) -> None:
+    """Segment images; each result lies on its image's grid, in its geometry.
+
+    \f
+    Raises:
+        RdvitError: On wrong input. One bad case among several is reported and exit code 1 given.
+    """
+    files = _files(inputs)
+    targets = _targets(files, out)
+    _check_output(out, targets, overwrite)
+
+    from rdvit.checkpoint import find_model, load_model
+    from rdvit.inference.predictor import Predictor
+
+    folder = find_model(model, runs)
+    network, info = load_model(folder)
+    predictor = Predictor(network, info, device, precision)
+    precision_used = predictor.precision
+    console().print(f"model: {folder} ({precision_used.name}: {precision_used.reason})")
+    done: list[dict[str, Any]] = []
+    failures: list[dict[str, str]] = []
+    with progress_bar() as report:
+        for number, (file, stem) in enumerate(targets.items(), start=1):
+            report(file.name, number - 1, len(targets))
+            try:
+                done.append(_segment(predictor, file, out / stem, (loops, halting, frame), (maps, preview), overwrite))
+            except RdvitError as error:
+                if len(targets) == 1:
+                    raise
+                failures.append({"file": str(file), "reason": str(error)})
+                error_line(str(error))
+    _write_record(out, folder, done, failures)
+    _tell(done, failures, info.class_names)
+    if as_json:
+        from rdvit.evaluation.summary import to_json
+
+        print_json(to_json({"model": str(folder), "cases": done, "failures": failures}))
+    if failures:
+        raise typer.Exit(1)
+
+
+def _segment(
+    predictor: Predictor,
+    file: Path,
+    target: Path,
+    how: tuple[int | None, Literal["act", "none"] | None, int | None],
+    extras: tuple[bool, bool],
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Segment one file and write its results beside each other; returns what was written and measured."""
+    import nibabel as nib
+
+    from rdvit.data.volume import read_image
+    from rdvit.evaluation.cardiac import structure_volumes_ml
+    from rdvit.inference.writer import write_labels, write_map
+
+    (loops, halting, frame), (maps, preview) = how, extras
+    image = read_image(file, frame)
+    names = predictor.info.class_names
+    prediction = predictor(image, loops, halting, maps)
+    written = {"mask": write_labels(_named(target, "seg.nii.gz"), prediction.labels_XYZ, image, names, overwrite)}
+    if prediction.steps_XYZ is not None and prediction.entropy_XYZ is not None:
+        halting_file, entropy_file = _named(target, "halting.nii.gz"), _named(target, "entropy.nii.gz")
+        written["halting"] = write_map(halting_file, prediction.steps_XYZ, image, "loops until halt", overwrite)
+        written["entropy"] = write_map(entropy_file, prediction.entropy_XYZ, image, "entropy in nats", overwrite)
+    if preview:
+        from rdvit.analysis.figures import overlay_montage, save_figure
+
+        axcodes = nib.aff2axcodes(image.affine)
+        spacing, title = image.spacing[:2], file.name
+        figure = overlay_montage(image.array, prediction.labels_XYZ, names, spacing=spacing, title=title, axcodes=axcodes)
+        written["preview"] = save_figure(figure, _named(target, "preview.png"))
+    return {
+        "file": str(file),
+        **{kind: str(path) for kind, path in written.items()},
+        "volumes_ml": structure_volumes_ml(prediction.labels_XYZ, image.spacing, names),
+        "loops": prediction.loops,
+        "mean_loops": prediction.mean_steps,
+        "seconds": sum(prediction.seconds.values()),
+    }
+
+
+def _files(inputs: list[Path]) -> list[Path]:
+    """The images named, and those in the folders named; hidden files are passed over."""
+    from rdvit.data.volume import SUFFIXES
+
+    files: list[Path] = []
+    for path in inputs:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        found = sorted(f for f in path.iterdir() if f.name.lower().endswith(SUFFIXES) and not f.name.startswith("."))
+        found = [f for f in found if not f.name.lower().endswith((".img", ".img.gz"))]  # the .hdr stands for the pair
+        if not found:
+            raise DataError(f"holds no image, looked for {', '.join(SUFFIXES)}", file=path)
+        files += found
+    return list(dict.fromkeys(files))
+
+
+def _targets(files: list[Path], out: Path) -> dict[Path, str]:
+    """A name for the results of each file; two files of one name are told apart by their folders."""
+    stems = {file: _stem(file) for file in files}
+    for file, stem in list(stems.items()):
+        if list(stems.values()).count(stem) > 1:
+            stems[file] = f"{file.resolve().parent.name}_{stem}"
+    if len(set(stems.values())) < len(stems):
+        raise DataError(
+            f"several inputs would be written under one name in {out}", hint="segment them into folders of their own"
+        )
+    return stems
+
+
+def _stem(file: Path) -> str:
+    name = file.name
+    for suffix in (".nii.gz", ".hdr.gz", ".img.gz", ".nii", ".hdr", ".img"):
+        if name.lower().endswith(suffix):
+            return name[: -len(suffix)]
+    return file.stem
+
+
+def _named(target: Path, end: str) -> Path:
+    return target.with_name(f"{target.name}_{end}")
+
+
+def _check_output(out: Path, targets: dict[Path, str], overwrite: bool) -> None:
+    """Refuse to overwrite, and find out that the folder cannot be written before any model is loaded."""
+    existing = [out / f"{stem}_seg.nii.gz" for stem in targets.values() if (out / f"{stem}_seg.nii.gz").exists()]
+    if existing and not overwrite:
+        raise DataError(f"{len(existing)} result(s) exist already, such as {existing[0]}", hint="--overwrite replaces them")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".rdvit-write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"the output folder cannot be written: {error.strerror or error}", file=out) from None
+
+
+def _write_record(out: Path, model: Path, done: list[dict[str, Any]], failures: list[dict[str, str]]) -> None:
+    """``run.json`` says what was done with what; ``failures.json`` is there if and only if something failed."""
+    import platform
+
+    import torch
+
+    from rdvit import __version__
+    from rdvit.atomic import atomic
+    from rdvit.evaluation.summary import to_json
+
+    record = {
+        "rdvit": __version__,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "model": str(model),
+        "cases": done,
+    }
+    with atomic(out / "run.json") as path:
+        path.write_text(to_json(record), encoding="utf-8")
+    (out / "failures.json").unlink(missing_ok=True)
+    if failures:
+        with atomic(out / "failures.json") as path:
+            path.write_text(to_json({"failures": failures}), encoding="utf-8")
+
+
+def _tell(done: list[dict[str, Any]], failures: list[dict[str, str]], class_names: dict[int, str]) -> None:
+    rows = [
+        {
+            "mask": case["mask"],
+            **{f"{name} (mL)": case["volumes_ml"][name] for name in class_names.values()},
+            "loops": f"{case['mean_loops']:.2f} of {case['loops']}",
+            "seconds": case["seconds"],
+        }
+        for case in done
+    ]
+    if rows:
+        print_table(f"{len(done)} segmented, {len(failures)} failed", rows, dict.fromkeys(rows[0], 1))
+    for case in done:
+        extra = [case[kind] for kind in ("halting", "entropy", "preview") if kind in case]
+        if extra:
+            console().print("\n".join(extra))

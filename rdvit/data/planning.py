@@ -1,0 +1,57 @@
+"""Settle what a configuration leaves ``auto``, from the data: spacing, patch, crop, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rdvit.config import Config, merge, validate
+from rdvit.data.datalist import Case
+from rdvit.data.volume import canonical_geometry
+
+ANISOTROPIC = 2.5  # slices this many times as thick as a pixel keep their own axis out of patches
+MAX_CROP = 128  # pixels; a heart is less than 150 mm wide
+MAX_CROP_ISOTROPIC = 96
+SLICES_PER_CROP = 8
+
+
+def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -> Config:
+    """A configuration without ``auto``.
+
+    The working spacing is the median in-plane spacing, or the images' own where they all agree. Thick slices (ACDC: 10 mm
+    at 1.5 mm pixels) get patches of 8 x 8 x 1 and crops of at most 128 x 128 x 8; nearly isotropic volumes patches of
+    4 x 4 x 4 and crops of at most 96 per axis. Crops are whole patches and no larger than the median volume.
+
+    Args:
+        config: What the user chose; settled values are kept.
+        cases: The training cases; only their headers are read.
+        class_names: Label values and names; the network gets one output more, for the background.
+    """
+    geometry = [canonical_geometry(case.image) for case in cases]
+    spacings = np.array([spacing for _, spacing in geometry])
+    shapes = np.array([shape for shape, _ in geometry])
+    data, model = config.data, config.model
+    median = np.median(spacings, axis=0)
+    in_plane = spacings[:, :2]
+    spacing: float | str = data.spacing
+    if spacing == "auto":
+        spacing = "native" if in_plane.max() <= 1.01 * in_plane.min() else round(float(np.median(in_plane)), 2)
+    working = shapes[:, :2] * (in_plane / spacing if isinstance(spacing, float) else 1.0)
+    size = [*np.median(working, axis=0), np.median(shapes[:, 2])]
+    thick = median[2] >= ANISOTROPIC * median[:2].max()
+    patch = model.patch_size
+    if patch == "auto":
+        patch = (8, 8) if model.spatial_dims == 2 else (8, 8, 1) if thick else (4, 4, 4)
+    crop = data.crop_size
+    if crop == "auto":
+        limits = [MAX_CROP] * 2 + [SLICES_PER_CROP] if thick or model.spatial_dims == 2 else [MAX_CROP_ISOTROPIC] * 3
+        crop = tuple(
+            min(limit // p * p, int(np.ceil(n / p)) * p)
+            for n, p, limit in zip(size[: model.spatial_dims], patch, limits, strict=False)
+        )
+    settled = {
+        "model": {"patch_size": patch, "out_channels": len(class_names) + 1},
+        "data": {"spacing": spacing, "crop_size": crop},
+    }
+    return validate(merge(config.model_dump(), settled))

@@ -1,0 +1,177 @@
+"""From an image to labels on its own grid: slices in batches, or volumes by sliding window; halting and entropy maps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from monai.inferers import sliding_window_inference
+from torch import Tensor
+
+from rdvit.checkpoint import ModelInfo
+from rdvit.data.transforms import Frame, prepare_image, restore
+from rdvit.data.volume import Volume
+from rdvit.errors import DataError, ModelError
+from rdvit.inference.precision import Precision, autocast, choose_device, choose_precision
+from rdvit.models.segmenter import Halting, Segmenter, crop
+
+SLICES_PER_BATCH = 4
+OVERLAP = 0.5
+WINDOW_IN_PLANE, WINDOW_SLICES = (
+    256,
+    20,
+)  # larger volumes are tiled; attention over a window's tokens grows with their square
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """One segmented image, on the grid and in the orientation of its file.
+
+    Attributes:
+        labels_XYZ: Label values as in ``class_names`` of the model, uint8 or uint16.
+        loops: Loops that were asked for.
+        mean_steps: Mean number of loops over all tokens, halted ones counted until they halted.
+        seconds: Time in preprocessing, network and postprocessing.
+        steps_XYZ: Loops until the token of each voxel halted, float32; only with maps.
+        entropy_XYZ: Entropy of the class probabilities in nats, float32; only with maps.
+    """
+
+    labels_XYZ: np.ndarray
+    loops: int
+    mean_steps: float
+    seconds: dict[str, float]
+    steps_XYZ: np.ndarray | None = None
+    entropy_XYZ: np.ndarray | None = None
+
+
+class Predictor:
+    """A model ready to segment.
+
+    Args:
+        model: The network.
+        info: Its description.
+        device: Device name or ``auto``.
+        precision: ``auto``, ``fp32``, ``bf16`` or ``fp16``; or a settled one.
+
+    Example:
+        >>> model, info = load_model(Path("runs/my_run"))
+        >>> prediction = Predictor(model, info)(read_image("patient001_frame01.nii.gz"), loops=12)
+    """
+
+    def __init__(self, model: Segmenter, info: ModelInfo, device: str = "auto", precision: str | Precision = "auto") -> None:
+        self.info, self.config = info, info.config
+        self.device = choose_device(device)
+        self.precision = choose_precision(precision, self.device) if isinstance(precision, str) else precision
+        layout: Any = torch.channels_last if self.config.model.spatial_dims == 2 else torch.channels_last_3d
+        self.model = model.to(self.device)
+        self.layout = layout
+        self.class_values = np.array([0, *info.class_names])
+        spacing = self.config.data.spacing
+        self.spacing = spacing if isinstance(spacing, float) else None
+
+    def __call__(
+        self, volume: Volume, loops: int | None = None, halting: Halting | None = None, maps: bool = False
+    ) -> Prediction:
+        """Segment a volume as read from its file.
+
+        Args:
+            volume: The image.
+            loops: Number of loops; the trained depth where None.
+            halting: ``act`` or ``none``; as trained where None.
+            maps: Make the halting and the entropy map, too.
+
+        Raises:
+            DataError: If the network gives values that are not finite.
+            ModelError: If the loops or the halting are not possible with this model.
+        """
+        start = time.perf_counter()
+        image_1XYZ, frame = prepare_image(volume, self.spacing, self.config.data.clip_percentiles)
+        prepared = time.perf_counter()
+        output_CXYZ = self.run(image_1XYZ, loops, halting)
+        ran = time.perf_counter()
+        if not bool(torch.isfinite(output_CXYZ).all()):
+            raise DataError("the network's output is not finite", file=volume.path, hint="try --precision fp32")
+        prediction = self.finish(output_CXYZ, frame, loops, maps)
+        done = time.perf_counter()
+        prediction.seconds.update(prepare=prepared - start, network=ran - prepared, finish=done - ran)
+        return prediction
+
+    @torch.inference_mode()
+    def run(self, image_1XYZ: Tensor, loops: int | None = None, halting: Halting | None = None) -> Tensor:
+        """Logits and, as a last channel, the loops of each voxel's token: (classes + 1, X, Y, Z) on the network's grid."""
+        self.model.eval()
+
+        def network(images: Tensor) -> Tensor:
+            with autocast(self.device, self.precision):
+                images = images.to(self.device).contiguous(memory_format=self.layout)
+                logits, record = self.model(images, loops, halting, return_record=True)
+            steps_BN = (
+                record.steps_BN if record.steps_BN is not None else torch.full(record.tokens_BND.shape[:2], float(record.loops))
+            )
+            return torch.cat([logits.float().cpu(), self._to_voxels(steps_BN.cpu(), images.shape[2:])], dim=1)
+
+        if self.config.model.spatial_dims == 2:
+            slices_ZCXY = image_1XYZ.movedim(-1, 0)
+            return torch.cat([network(batch) for batch in slices_ZCXY.split(SLICES_PER_BATCH)]).movedim(0, -1)
+        window = self.window(tuple(image_1XYZ.shape[1:]))
+        if window == tuple(image_1XYZ.shape[1:]):
+            return network(image_1XYZ[None])[0]
+        tiles = sliding_window_inference(
+            image_1XYZ[None],
+            window,
+            sw_batch_size=1,
+            predictor=network,
+            overlap=OVERLAP,
+            mode="gaussian",
+            padding_mode="replicate",
+        )
+        return tiles[0]
+
+    @torch.inference_mode()
+    def gates(self, images: Tensor) -> Tensor:
+        """Gate weights of the experts, (T, B, N, E), for images (B, C, *space) taken as a whole.
+
+        Raises:
+            ModelError: If the model has no experts.
+        """
+        self.model.eval()
+        with autocast(self.device, self.precision):
+            _, record = self.model(images.to(self.device), return_record=True)
+        if record.gates_TBNE is None:
+            raise ModelError("this model has no experts")
+        return record.gates_TBNE.cpu()
+
+    def window(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Size of the sliding window: the volume itself where it fits, at least the training crop."""
+        trained, patch = self.config.data.crop_size, self.config.model.patch_size
+        assert trained != "auto" and patch != "auto"
+        limits = tuple(max(n, limit) for n, limit in zip(trained, (WINDOW_IN_PLANE, WINDOW_IN_PLANE, WINDOW_SLICES), strict=True))
+        if patch[2] > 1:  # thin slices: many tokens along every axis
+            limits = trained
+        return tuple(min(n, limit) for n, limit in zip(shape, limits, strict=True))
+
+    def finish(self, output_CXYZ: Tensor, frame: Frame, loops: int | None, maps: bool) -> Prediction:
+        """Labels and maps on the file's grid from what :meth:`run` gives."""
+        restored_CXYZ = restore(output_CXYZ if maps else output_CXYZ[:-1], frame)
+        logits_CXYZ = restored_CXYZ[: len(self.class_values)]
+        values_XYZ = self.class_values[logits_CXYZ.argmax(0)]
+        labels_XYZ = values_XYZ.astype(np.uint8 if self.class_values.max() < 256 else np.uint16)
+        asked = self.config.model.loops if loops is None else loops
+        mean_steps = float(output_CXYZ[-1].mean())
+        if not maps:
+            return Prediction(labels_XYZ, asked, mean_steps, {})
+        log_p_CXYZ = torch.from_numpy(logits_CXYZ).log_softmax(0)
+        entropy_XYZ = -(log_p_CXYZ.exp() * log_p_CXYZ).sum(0).numpy()
+        return Prediction(labels_XYZ, asked, mean_steps, {}, restored_CXYZ[-1], entropy_XYZ)
+
+    def _to_voxels(self, steps_BN: Tensor, sizes: torch.Size) -> Tensor:
+        """Each token's value at all its voxels, (B, 1, *sizes)."""
+        patch = self.config.model.patch_size
+        assert patch != "auto"
+        grid = [-(-size // p) for size, p in zip(sizes, patch, strict=True)]
+        voxels = F.interpolate(steps_BN.view(len(steps_BN), 1, *grid), scale_factor=[float(p) for p in patch], mode="nearest")
+        return crop(voxels, sizes)

@@ -1,0 +1,70 @@
+"""What the loop hands on: adaptive computation time, token by token (Graves 2016, arXiv:1603.08983; systems.md section 5)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class HaltingHead(nn.Module):
+    """Halting probability of each token from its updated state.
+
+    Args:
+        embed_dim: Token width D.
+        bias: Start of the bias; sigmoid(bias) is the first halting probability. Negative, or all tokens halt at loop 1.
+    """
+
+    def __init__(self, embed_dim: int, bias: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6, bias=False)
+        self.proj = nn.Linear(embed_dim, 1)
+        self.start_bias = bias
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zero weights: at first every token halts at the same loop, which the bias alone sets."""
+        nn.init.zeros_(self.proj.weight)
+        nn.init.constant_(self.proj.bias, self.start_bias)
+
+    def forward(self, h_BND: Tensor) -> Tensor:
+        """Probabilities (B, N) in float32, also under autocast (bfloat16 sums miss 1 by 0.01 over 16 loops)."""
+        with torch.autocast(h_BND.device.type, enabled=False):
+            x_BND = self.norm(h_BND.float())
+            return torch.sigmoid(x_BND @ self.proj.weight[0].float() + self.proj.bias.float())
+
+
+class HaltingState:
+    """Running sums of ACT: the weights of all loops sum to 1 for every token, the remainder goes to its last loop.
+
+    A token stops at the first loop whose cumulated probability reaches ``1 - epsilon``, or at the last loop regardless; that
+    loop's weight is the forced remainder R. Its ponder cost is ``steps + R`` (Graves).
+
+    Args:
+        like_BND: A state; gives the shape and device.
+        epsilon: Graves's epsilon.
+    """
+
+    def __init__(self, like_BND: Tensor, epsilon: float) -> None:
+        shape, device = like_BND.shape[:2], like_BND.device
+        self.epsilon = epsilon
+        self.halted_BN = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.cumulative_BN = torch.zeros(shape, device=device)
+        self.remainder_BN = torch.zeros(shape, device=device)
+        self.steps_BN = torch.zeros(shape, device=device)
+
+    def update(self, p_BN: Tensor, last: bool) -> Tensor:
+        """Take one loop's halting probabilities; returns the loop's weights (B, N), 0 for tokens that had halted."""
+        active = ~self.halted_BN
+        stops = active & ((self.cumulative_BN + p_BN >= 1 - self.epsilon) | last)
+        remainder = 1 - self.cumulative_BN
+        weight_BN = torch.where(stops, remainder, torch.where(active, p_BN, 0.0))
+        self.remainder_BN = torch.where(stops, remainder, self.remainder_BN)
+        self.cumulative_BN = torch.where(active & ~stops, self.cumulative_BN + p_BN, self.cumulative_BN)
+        self.steps_BN = self.steps_BN + active
+        self.halted_BN = self.halted_BN | stops
+        return weight_BN
+
+    @property
+    def ponder_BN(self) -> Tensor:
+        """Graves's cost ``n + R`` of each token; between 2 and T + 1 at the end."""
+        return self.steps_BN + self.remainder_BN

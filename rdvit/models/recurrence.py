@@ -1,0 +1,221 @@
+"""The loop: one block (or an unshared stack) applied to the tokens again and again.
+
+    h_0 = e;   h_{t+1} = injection(h_t, e, block(norm(h_t + e + embedding(t))) + lora_t);   y = readout(h_1 .. h_T)
+
+The block output, its residual stream included, is added to the decayed state (the OpenMythos form of systems.md section 2).
+A token that has halted keeps its state, its block input, its key and its value from then on. In training halted tokens are
+computed and masked; in evaluation they are skipped. Both give the same result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rdvit.config import ModelConfig
+from rdvit.errors import ModelError
+from rdvit.models.attention import gather_tokens
+from rdvit.models.block import Block, KeysValues, Selection, layer_norm
+from rdvit.models.depth import DepthLoRA, loop_embedding
+from rdvit.models.experts import Routing, switch_loss
+from rdvit.models.injection import LTIInjection
+from rdvit.models.readout import HaltingHead, HaltingState
+
+
+@dataclass
+class LoopRecord:
+    """What a run of the loop gives: the read-out and how it came about.
+
+    Attributes:
+        tokens_BND: The read-out.
+        loops: Loops that were run; fewer than asked for where every token had halted.
+        residuals_TB: Relative step size ``|h_{t+1} - h_t| / |h_t|`` of each loop and image, without gradient.
+        states: h_1 .. h_T, if asked for.
+        weights_BNT: Read-out weights of each token over the loops; sum 1. None without halting.
+        steps_BN: Loops until each token halted (n). None without halting.
+        ponder_BN: Ponder cost n + R, with gradient. None without halting.
+        gates_TBNE: Gate weight of each expert for each token, without gradient; 0 for tokens that were not routed. None
+            without experts.
+        balance: Mean Switch balance term over the loops, with gradient. None without experts.
+    """
+
+    tokens_BND: Tensor
+    loops: int
+    residuals_TB: Tensor
+    states: list[Tensor] | None = None
+    weights_BNT: Tensor | None = None
+    steps_BN: Tensor | None = None
+    ponder_BN: Tensor | None = None
+    gates_TBNE: Tensor | None = None
+    balance: Tensor | None = None
+
+
+class Carry(NamedTuple):
+    """What one loop hands to the next: the state, the block input, the keys and values, all frozen for halted tokens."""
+
+    h_BND: Tensor
+    u_BND: Tensor
+    memory: KeysValues
+
+
+class Recurrence(nn.Module):
+    """The loop with its parts, as the configuration chooses them.
+
+    Args:
+        config: The model's configuration.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, loops = config.embed_dim, config.loops
+        self.blocks = nn.ModuleList(Block(config, experts=True) for _ in range(1 if config.shared_block else loops))
+        self.input_norm = layer_norm(dim) if config.injection == "lti" else None
+        self.injection = LTIInjection(dim) if config.injection == "lti" else None
+        self.lora = DepthLoRA(dim, config.lora_rank, loops) if config.lora_rank else None
+        self.halting = HaltingHead(dim, config.halting_bias) if config.halting == "act" else None
+
+    def forward(
+        self,
+        e_BND: Tensor,
+        grid: tuple[int, ...],
+        loops: int,
+        halts_B: Tensor | None = None,
+        skip: bool = False,
+        keep_states: bool = False,
+    ) -> LoopRecord:
+        """Run the loop.
+
+        Args:
+            e_BND: Encoded input.
+            grid: Token grid of e, in C order.
+            loops: Number of loops, at least 1.
+            halts_B: For each image 1 if its tokens halt by ACT, 0 if they all run to the end; None switches halting off.
+            skip: Leave halted tokens out of the computation (evaluation) instead of masking them (training).
+            keep_states: Return the states of all loops.
+
+        Raises:
+            ModelError: If the loops are fewer than 1 or more than an unshared stack has blocks, or if halting is asked of
+                a model without a halting head.
+        """
+        self._check(loops, halts_B)
+        halting = HaltingState(e_BND, self.config.halting_epsilon) if halts_B is not None else None
+        h_BND, carry = e_BND, None
+        y_BND: Tensor | float = 0.0
+        states, residuals, weights, routings = [], [], [], []
+        for t in range(loops):
+            selection = _select(halting, skip) if halting is not None and t else None
+            if selection is not None and selection.index_BM is not None and selection.index_BM.shape[1] == 0:
+                break  # every token has halted
+            before_BND = h_BND
+            carry, routing = self._run_step(t, e_BND, h_BND, carry, selection, grid)
+            h_BND = carry.h_BND
+            residuals.append(_relative_step(before_BND, h_BND))
+            if routing is not None:
+                active_BN = None if halting is None else ~halting.halted_BN
+                routings.append(_whole(routing, selection, active_BN))
+            if halting is not None and halts_B is not None and self.halting is not None:
+                p_BN = self.halting(h_BND) * halts_B[:, None]
+                weights.append(halting.update(p_BN, last=t == loops - 1))
+                y_BND = y_BND + weights[-1][..., None].to(h_BND.dtype) * h_BND
+            if keep_states:
+                states.append(h_BND)
+        record = LoopRecord(h_BND, len(residuals), torch.stack(residuals), states if keep_states else None)
+        if halting is not None and isinstance(y_BND, Tensor):
+            record.tokens_BND, record.weights_BNT = y_BND, torch.stack(weights, dim=-1)
+            record.steps_BN, record.ponder_BN = halting.steps_BN, halting.ponder_BN
+        if routings:
+            record.gates_TBNE = torch.stack([gates.detach() for gates, _ in routings])
+            record.balance = torch.stack([balance for _, balance in routings]).mean()
+        return record
+
+    def _check(self, loops: int, halts_B: Tensor | None) -> None:
+        if loops < 1:
+            raise ModelError(f"expected at least 1 loop, found {loops}")
+        if not self.config.shared_block and loops > len(self.blocks):
+            raise ModelError(
+                f"preset '{self.config.preset}' stacks {len(self.blocks)} different blocks and cannot run {loops} loops",
+                hint="more loops than in training need a shared block, e.g. preset rdvit",
+            )
+        if halts_B is not None and self.halting is None:
+            raise ModelError(
+                "halting 'act' was asked for, but this model was built without a halting head", hint="halting none"
+            )
+
+    def _run_step(
+        self,
+        t: int,
+        e_BND: Tensor,
+        h_BND: Tensor,
+        carry: Carry | None,
+        selection: Selection | None,
+        grid: tuple[int, ...],
+    ) -> tuple[Carry, Routing | None]:
+        if self.config.checkpoint_loops and torch.is_grad_enabled():
+            return checkpoint(self._step, t, e_BND, h_BND, carry, selection, grid, use_reentrant=False)
+        return self._step(t, e_BND, h_BND, carry, selection, grid)
+
+    def _step(
+        self,
+        t: int,
+        e_BND: Tensor,
+        h_BND: Tensor,
+        carry: Carry | None,
+        selection: Selection | None,
+        grid: tuple[int, ...],
+    ) -> tuple[Carry, Routing | None]:
+        """One loop: block input, block, LoRA, injection; halted tokens keep all they had."""
+        u_BND = h_BND
+        if self.config.loop_embedding:
+            u_BND = u_BND + loop_embedding(t, h_BND.shape[-1], h_BND.device).to(h_BND.dtype)
+        if self.input_norm is not None:
+            u_BND = self.input_norm(u_BND + e_BND)
+        if selection is not None and carry is not None:
+            u_BND = torch.where(selection.halted_BN[..., None], carry.u_BND, u_BND)
+        block = self.blocks[0 if self.config.shared_block else t]
+        v_BMD, memory, routing = block(u_BND, grid, selection, None if carry is None else carry.memory)
+        if self.lora is not None:
+            v_BMD = v_BMD + self.lora(v_BMD, t)
+        if self.injection is not None:
+            index_BM = None if selection is None else selection.index_BM
+            h_BMD, e_BMD = (x if index_BM is None else gather_tokens(x, index_BM) for x in (h_BND, e_BND))
+            v_BMD = self.injection(h_BMD, e_BMD, v_BMD)
+        h_BND = v_BMD if selection is None else selection.write(h_BND, v_BMD)
+        return Carry(h_BND, u_BND, memory), routing
+
+
+def _select(halting: HaltingState, skip: bool) -> Selection:
+    """The tokens that go on: named by index to skip the others, or only marked."""
+    halted_BN = halting.halted_BN
+    if not skip:
+        return Selection(halted_BN, None)
+    most = int((~halted_BN).sum(1).max())  # the one synchronisation that a gather needs
+    if most == halted_BN.shape[1]:
+        return Selection(halted_BN, None)
+    order_BN = halted_BN.to(torch.uint8).argsort(dim=1, stable=True)  # active tokens first, in grid order
+    return Selection(halted_BN, order_BN[:, :most])
+
+
+def _relative_step(before_BND: Tensor, after_BND: Tensor) -> Tensor:
+    with torch.no_grad():
+        moved_B = (after_BND - before_BND).float().flatten(1).norm(dim=1)
+        return moved_B / before_BND.float().flatten(1).norm(dim=1).clamp(min=1e-12)
+
+
+def _whole(routing: Routing, selection: Selection | None, active_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate weights (B, N, E) over all tokens, 0 where a token was not active, and the balance term of the active ones."""
+    gates_BME, active_BM = routing.gates_BME, active_BN
+    if selection is None or active_BN is None or active_BM is None:
+        return gates_BME, switch_loss(routing)
+    if selection.index_BM is not None:
+        active_BM = active_BN.gather(1, selection.index_BM)
+    balance = switch_loss(routing, active_BM)
+    gates_BME = gates_BME * active_BM[..., None]
+    if selection.index_BM is not None:
+        empty_BNE = gates_BME.new_zeros(*active_BN.shape, gates_BME.shape[-1])
+        gates_BME = empty_BNE.scatter(1, selection.index_BM[..., None].expand_as(gates_BME), gates_BME)
+    return gates_BME, balance

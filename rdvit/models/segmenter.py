@@ -1,0 +1,157 @@
+"""Encoder and decoder: images of any size in, logits of the same size out."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from monai.networks.blocks import UnetBasicBlock, UnetOutBlock
+from monai.networks.blocks.dynunet_block import get_conv_layer
+from torch import Tensor, nn
+
+from rdvit.config import ModelConfig
+from rdvit.errors import ModelError
+from rdvit.models.encoder import RecurrentViT, level_channels, strides_and_kernels
+from rdvit.models.recurrence import LoopRecord
+
+Halting = Literal["act", "none"]
+
+
+class UpBlock(nn.Module):
+    """Transposed convolution, the skip where there is one, two convolutions; MONAI's DynUNet blocks."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        channels: tuple[int, int],
+        stride: tuple[int, ...],
+        kernel: tuple[int, ...],
+        skip: bool,
+    ) -> None:
+        super().__init__()
+        coarse, fine = channels
+        self.up = get_conv_layer(
+            config.spatial_dims, coarse, fine, kernel_size=stride, stride=stride, conv_only=True, is_transposed=True
+        )
+        norm = (config.stem_norm, {"affine": True})
+        self.conv = UnetBasicBlock(
+            config.spatial_dims, fine * (2 if skip else 1), fine, kernel_size=kernel, stride=1, norm_name=norm
+        )
+
+    def forward(self, x: Tensor, skip: Tensor | None) -> Tensor:
+        """Coarse features to the next finer level."""
+        x = self.up(x)
+        return self.conv(x if skip is None else torch.cat([x, skip], dim=1))
+
+
+class Decoder(nn.Module):
+    """From the token map to logits, level by level, with skips at all levels, from the full resolution only, or none."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.patch_size != "auto"
+        strides, kernels = strides_and_kernels(config.patch_size)
+        channels = [*level_channels(config), config.embed_dim]
+        has_skip = {
+            "all": lambda i: config.stem == "conv" or i == 0,
+            "image": lambda i: i == 0,
+            "none": lambda i: False,
+        }
+        self.uses_skip = [has_skip[config.skips](i) for i in range(len(strides))]
+        self.ups = nn.ModuleList(
+            UpBlock(config, (channels[i + 1], channels[i]), strides[i], kernels[i], self.uses_skip[i])
+            for i in reversed(range(len(strides)))
+        )
+        self.out = UnetOutBlock(config.spatial_dims, channels[0], config.out_channels)
+
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        """Logits (B, classes, X, Y[, Z]) from the token map (B, D, *grid) and the stem's skips, full resolution first."""
+        for i, up in zip(reversed(range(len(self.ups))), self.ups, strict=True):
+            x = up(x, skips[i] if self.uses_skip[i] else None)
+        return self.out(x)
+
+
+class Segmenter(nn.Module):
+    """A recurrent vision transformer with a convolutional decoder.
+
+    Args:
+        config: The model's configuration, with a settled ``patch_size``.
+
+    Example:
+        >>> model = Segmenter(ModelConfig(patch_size=(8, 8), embed_dim=96))
+        >>> model(torch.zeros(1, 1, 50, 61), loops=12).shape
+        torch.Size([1, 4, 50, 61])
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = RecurrentViT(config)
+        self.decoder = Decoder(config)
+
+    @overload
+    def forward(self, images: Tensor, loops: int | None = None, halting: Halting | Tensor | None = None) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        images: Tensor,
+        loops: int | None = None,
+        halting: Halting | Tensor | None = None,
+        *,
+        return_record: Literal[True],
+    ) -> tuple[Tensor, LoopRecord]: ...
+
+    def forward(
+        self,
+        images: Tensor,
+        loops: int | None = None,
+        halting: Halting | Tensor | None = None,
+        *,
+        return_record: bool = False,
+    ) -> Tensor | tuple[Tensor, LoopRecord]:
+        """Segment a batch.
+
+        Args:
+            images: (B, C, X, Y) or (B, C, X, Y, Z), any size; padded to whole patches by repeating the border.
+            loops: Number of loops; the trained depth where None.
+            halting: ``act``, ``none``, or for each image of the batch 1 to halt and 0 not to; the configured one where None.
+            return_record: Return the loop's record too; its token grid covers the padded image.
+
+        Returns:
+            Logits (B, classes, X, Y[, Z]), or those and the record.
+
+        Raises:
+            ModelError: If the dimensions or channels are not the model's.
+        """
+        expected = self.config.spatial_dims + 2
+        if images.ndim != expected or images.shape[1] != self.config.in_channels:
+            raise ModelError(
+                f"expected images of {expected} axes and {self.config.in_channels} channels, found {tuple(images.shape)}"
+            )
+        encoding = self.encoder.encode(pad_to_patches(images, self.encoder.patch_size), loops, self._halts(halting, images))
+        logits = self.decoder(encoding.token_map, encoding.skips)
+        logits = crop(logits, images.shape[2:])
+        return (logits, encoding.record) if return_record else logits
+
+    def _halts(self, halting: Halting | Tensor | None, images: Tensor) -> Tensor | None:
+        halting = self.config.halting if halting is None else halting
+        if isinstance(halting, Tensor):
+            return halting.to(images.device, torch.float32)
+        return torch.ones(len(images), device=images.device) if halting == "act" else None
+
+
+def crop(array: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """The first ``sizes`` voxels of the last axes: what undoes :func:`pad_to_patches`."""
+    for axis, size in enumerate(sizes, start=array.ndim - len(sizes)):
+        array = array.narrow(axis, 0, size)
+    return array
+
+
+def pad_to_patches(images: Tensor, patch_size: tuple[int, ...]) -> Tensor:
+    """Images with each axis filled up at its far end to a multiple of the patch, repeating the border."""
+    padding = [(-size) % patch for size, patch in zip(images.shape[2:], patch_size, strict=True)]
+    if not any(padding):
+        return images
+    return F.pad(images, [p for pad in reversed(padding) for p in (0, pad)], mode="replicate")

@@ -1,0 +1,308 @@
+"""The loop: its definition step by step, halting with and without computing halted tokens, and what it must not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from rdvit.config import ExpertsConfig, ModelConfig
+from rdvit.errors import ModelError
+from rdvit.models.build import count_parameters
+from rdvit.models.depth import loop_embedding
+from rdvit.models.recurrence import LoopRecord, Recurrence
+
+ConfigMaker = Callable[..., ModelConfig]
+Randomize = Callable[[nn.Module], None]
+EXPERTS = ExpertsConfig(num_experts=4, top_k=2, hidden_dim=8)
+PLAIN: dict[str, Any] = {"injection": "none", "lora_rank": 0, "loop_embedding": False, "halting": "none"}
+GRIDS: dict[int, tuple[int, ...]] = {2: (4, 5), 3: (3, 4, 2)}
+LOOPS = 6
+
+
+def tokens(grid: tuple[int, ...], batch: int = 3) -> Tensor:
+    return torch.randn(batch, torch.Size(grid).numel(), 32, generator=torch.Generator().manual_seed(1))
+
+
+def reference(loop: Recurrence, e_ND: Tensor, grid: tuple[int, ...], loops: int, halts: bool) -> tuple[Tensor, Tensor]:
+    """One image by the book: the read-out (N, D) and the loop (N,) at which each token halted."""
+    assert loop.input_norm is not None
+    assert loop.injection is not None
+    assert loop.lora is not None
+    assert loop.halting is not None
+    block: Any = loop.blocks[0]
+    e = e_ND[None]
+    h, y, n = e, torch.zeros_like(e), e.shape[1]
+    active, cumulative, steps = torch.ones(n, dtype=torch.bool), torch.zeros(n), torch.zeros(n)
+    u = k = v = torch.zeros(1)
+    for t in range(loops):
+        fresh = loop.input_norm(h + loop_embedding(t, 32) + e)
+        u = torch.where(active[:, None], fresh, u)
+        x = u + block.local(block.local_norm(u), grid)
+        q, new_k, new_v = block.attn.project(block.attn_norm(x))
+        k, v = torch.where(active[:, None], new_k, k), torch.where(active[:, None], new_v, v)
+        x = x + block.attn.attend(q, k, v)
+        out = block.ffn(block.ffn_norm(x))
+        x = x + (out[0] if isinstance(out, tuple) else out)
+        h = torch.where(active[:, None], loop.injection(h, e, x + loop.lora(x, t)), h)
+        p = loop.halting(h)[0] * halts
+        stops = active & ((cumulative + p >= 0.99) | torch.tensor(t == loops - 1))
+        y = y + torch.where(stops, 1 - cumulative, p * active)[:, None] * h
+        cumulative, steps, active = cumulative + p, steps + active, active & ~stops
+    return y[0], steps
+
+
+def assert_same_run(skipped: LoopRecord, masked: LoopRecord) -> None:
+    """Every field of the record, over the loops that the skipping run needed; nothing happens in the others."""
+
+    def same(ours: Tensor, theirs: Tensor) -> None:
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+    ran = skipped.loops
+    pairs = [(skipped.weights_BNT, masked.weights_BNT), (skipped.steps_BN, masked.steps_BN), (skipped.ponder_BN, masked.ponder_BN)]
+    for ours, theirs in pairs:
+        assert ours is not None
+        assert theirs is not None
+        same(ours, theirs[..., :ran] if theirs.ndim == 3 else theirs)
+    assert masked.weights_BNT is not None
+    assert not masked.weights_BNT[..., ran:].any()
+    same(skipped.tokens_BND, masked.tokens_BND)
+    same(skipped.residuals_TB, masked.residuals_TB[:ran])
+    assert not masked.residuals_TB[ran:].any()
+    for ours, theirs in zip(skipped.states or [], masked.states or [], strict=False):
+        same(ours, theirs)
+    assert skipped.states is not None
+    assert len(skipped.states) == ran
+    if masked.gates_TBNE is not None:
+        assert skipped.gates_TBNE is not None
+        same(skipped.gates_TBNE, masked.gates_TBNE[:ran])
+        assert not masked.gates_TBNE[ran:].any()
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+@pytest.mark.parametrize("halts", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+def test_skipping_halted_tokens_equals_masking_them(
+    small_config: ConfigMaker, randomize: Randomize, dims: int, experts: ExpertsConfig | None, halts: list[float]
+) -> None:
+    """ACT-8: and both are what the definition gives for each image alone."""
+    loop, grid, halts_B = Recurrence(small_config(dims, experts=experts, halting_bias=-2.0)), GRIDS[dims], torch.tensor(halts)
+    randomize(loop)
+    e_BND = tokens(grid)
+    with torch.no_grad():
+        masked, skipped = (loop(e_BND, grid, LOOPS, halts_B, skip, keep_states=True) for skip in (False, True))
+    assert_same_run(skipped, masked)
+    assert masked.steps_BN is not None
+    assert len(masked.steps_BN[0].unique()) >= 3  # tokens of one image halt at different loops
+    with torch.no_grad():
+        for b, halted in enumerate(halts):
+            y_ND, steps_N = reference(loop, e_BND[b], grid, LOOPS, bool(halted))
+            torch.testing.assert_close(masked.tokens_BND[b], y_ND, atol=1e-5, rtol=1e-5)
+            assert torch.equal(masked.steps_BN[b], steps_N)
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+@pytest.mark.parametrize(("bias", "loops_run"), [(50.0, 1), (0.5, 2), (-50.0, LOOPS)])
+def test_skipping_where_all_or_none_have_halted(
+    small_config: ConfigMaker, randomize: Randomize, experts: ExpertsConfig | None, bias: float, loops_run: int
+) -> None:
+    """ACT-8: all tokens halt together at loop 1 or 2, or none does before the end."""
+    loop = Recurrence(small_config(experts=experts))
+    randomize(loop)
+    assert loop.halting is not None
+    nn.init.zeros_(loop.halting.proj.weight)
+    nn.init.constant_(loop.halting.proj.bias, bias)
+    with torch.no_grad():
+        runs = [loop(tokens((4, 5)), (4, 5), LOOPS, torch.ones(3), skip, keep_states=True) for skip in (False, True)]
+    assert_same_run(runs[1], runs[0])
+    assert [r.loops for r in runs] == [LOOPS, loops_run]
+
+
+def test_skipping_costs_less(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """The operations counted, not the mask: they fall with the ponder."""
+    loop, e_BND = Recurrence(small_config(halting_bias=-1.0)), tokens((4, 5), batch=1)
+    randomize(loop)
+
+    def operations(skip: bool, bias: float) -> int:
+        assert loop.halting is not None
+        nn.init.constant_(loop.halting.proj.bias, bias)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            loop(e_BND, (4, 5), LOOPS, torch.ones(1), skip)
+        return counter.get_total_flops()
+
+    full = operations(skip=False, bias=-2.0)
+    assert operations(skip=True, bias=-1.0) < operations(skip=True, bias=-2.0) < 0.9 * full
+    assert operations(skip=False, bias=-1.0) == full
+
+
+def test_mixed_batch_is_each_image_on_its_own(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """Images that halt and images that run to the end do not disturb one another."""
+    loop, e_BND = Recurrence(small_config(experts=EXPERTS)), tokens((4, 5))
+    randomize(loop)
+    with torch.no_grad():
+        together = loop(e_BND, (4, 5), LOOPS, torch.tensor([1.0, 0.0, 1.0]), skip=True)
+        for b, halts in enumerate((1.0, 0.0, 1.0)):
+            alone = loop(e_BND[b : b + 1], (4, 5), LOOPS, torch.tensor([halts]), skip=True)
+            torch.testing.assert_close(together.tokens_BND[b : b + 1], alone.tokens_BND, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_halting_of_nobody_is_the_last_state(small_config: ConfigMaker, randomize: Randomize, skip: bool) -> None:
+    loop, e_BND = Recurrence(small_config()), tokens((4, 5))
+    randomize(loop)
+    with torch.no_grad():
+        off = loop(e_BND, (4, 5), LOOPS, keep_states=True)
+        zeros = loop(e_BND, (4, 5), LOOPS, torch.zeros(3), skip)
+    assert off.states is not None
+    assert torch.equal(off.tokens_BND, off.states[-1])
+    assert torch.equal(off.tokens_BND, zeros.tokens_BND)
+    assert off.weights_BNT is off.steps_BN is off.ponder_BN is None
+    assert zeros.steps_BN is not None
+    assert (zeros.steps_BN == LOOPS).all()
+
+
+def test_one_loop_without_add_ons_is_one_block(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """RD-1: A e + b e + block(norm(2 e)), and BV-1: without injection block(e), bit for bit."""
+    e_BND = tokens((4, 5))
+    loop = Recurrence(small_config(lora_rank=0, loop_embedding=False, halting="none"))
+    randomize(loop)
+    assert loop.injection is not None
+    assert loop.input_norm is not None
+    expected = loop.injection(e_BND, e_BND, loop.blocks[0](loop.input_norm(2 * e_BND), (4, 5))[0])
+    torch.testing.assert_close(loop(e_BND, (4, 5), 1).tokens_BND, expected)
+    shared, stacked = Recurrence(small_config(**PLAIN)), Recurrence(small_config(**PLAIN, shared_block=False, loops=1))
+    randomize(shared)
+    stacked.load_state_dict(shared.state_dict())
+    assert torch.equal(shared(e_BND, (4, 5), 1).tokens_BND, shared.blocks[0](e_BND, (4, 5))[0])
+    assert torch.equal(shared(e_BND, (4, 5), 1).tokens_BND, stacked(e_BND, (4, 5), 1).tokens_BND)
+
+
+def test_tying_all_layers_of_a_stack_is_the_loop(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """BV-2: the same output, and the loop's gradient is the sum over the layers'."""
+    shared, stacked = Recurrence(small_config(**PLAIN)), Recurrence(small_config(**PLAIN, shared_block=False))
+    randomize(shared)
+    for layer in stacked.blocks:
+        layer.load_state_dict(shared.blocks[0].state_dict())
+    e_BND = tokens((4, 5))
+    direction_BND = torch.randn(e_BND.shape, generator=torch.Generator().manual_seed(2))
+    outputs = [loop(e_BND, (4, 5), 4).tokens_BND for loop in (shared, stacked)]
+    assert torch.equal(outputs[0], outputs[1])
+    for y_BND in outputs:
+        (y_BND * direction_BND).mean().backward()
+    of_layers = zip(*(layer.parameters() for layer in stacked.blocks), strict=True)
+    for ours, layers in zip(shared.blocks[0].parameters(), of_layers, strict=True):
+        gradients = [p.grad for p in layers if p.grad is not None]
+        assert len(gradients) == 4
+        torch.testing.assert_close(ours.grad, torch.stack(gradients).sum(0), atol=1e-5, rtol=1e-4)
+
+
+def test_parameters_do_not_grow_with_the_loops(small_config: ConfigMaker) -> None:
+    """RD-2: only the scales of LoRA do, by one row each; BV-3: without them nothing; a stack grows by a block each."""
+    counts = [count_parameters(Recurrence(small_config(loops=loops, lora_rank=4))) for loops in (1, 3, 12)]
+    assert [count - counts[0] for count in counts] == [0, 2 * 4, 11 * 4]
+    assert len({count_parameters(Recurrence(small_config(**PLAIN, loops=loops))) for loops in (1, 3, 12)}) == 1
+    stack = Recurrence(small_config(**PLAIN, shared_block=False, loops=3))
+    assert count_parameters(stack) == 3 * count_parameters(stack.blocks[0])
+
+
+@pytest.mark.parametrize("changes", [{}, PLAIN, {"experts": EXPERTS}, {**PLAIN, "shared_block": False, "loops": 5}])
+def test_states_of_a_shorter_run_are_a_prefix(small_config: ConfigMaker, randomize: Randomize, changes: dict[str, Any]) -> None:
+    """RD-3 and BV-4, bit for bit; beyond the trained depth of 4 too, where the block is shared."""
+    loop, e_BND = Recurrence(small_config(**changes)), tokens((4, 5))
+    randomize(loop)
+    with torch.no_grad():
+        runs = [loop(e_BND, (4, 5), loops, keep_states=True).states or [] for loops in (1, 4, 5)]
+    assert [len(states) for states in runs] == [1, 4, 5]
+    for states in runs[:2]:
+        assert all(torch.equal(ours, longer) for ours, longer in zip(states, runs[2], strict=False))
+    assert not torch.allclose(runs[2][3], runs[2][4])
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_permuting_tokens_permutes_everything(small_config: ConfigMaker, randomize: Randomize, skip: bool) -> None:
+    """RD-4: states, ponder and routing, where neither local mixing nor positions tie a token to its place."""
+    loop, e_BND = Recurrence(small_config(local_kernel=None, experts=EXPERTS)), tokens((4, 5))
+    order_N = torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    randomize(loop)
+    with torch.no_grad():
+        run, permuted = (loop(x, (4, 5), LOOPS, torch.ones(3), skip) for x in (e_BND, e_BND[:, order_N]))
+    for name in ("tokens_BND", "weights_BNT", "steps_BN", "ponder_BN"):
+        torch.testing.assert_close(getattr(permuted, name), getattr(run, name)[:, order_N], atol=1e-5, rtol=1e-5)
+    assert run.gates_TBNE is not None
+    assert permuted.gates_TBNE is not None
+    torch.testing.assert_close(permuted.gates_TBNE, run.gates_TBNE[:, :, order_N], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(permuted.residuals_TB, run.residuals_TB)
+
+
+@pytest.mark.parametrize("halts_B", [None, torch.tensor([1.0, 0.0, 1.0])])
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+def test_checkpointing_each_loop_changes_no_gradient(
+    small_config: ConfigMaker, randomize: Randomize, halts_B: Tensor | None, experts: ExpertsConfig | None
+) -> None:
+    """RD-6: with dropout, whose draws are repeated; and each block really is computed a second time."""
+    gradients, calls = [], []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        loop = Recurrence(small_config(checkpoint_loops=checkpointed, experts=experts, dropout=0.1))
+        randomize(loop)
+        seen: list[int] = []
+        loop.blocks[0].register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        e_BND = tokens((4, 5)).requires_grad_()
+        torch.manual_seed(3)
+        record = loop(e_BND, (4, 5), 4, halts_B)
+        terms = [record.tokens_BND.square().mean(), record.ponder_BN, record.balance]
+        torch.stack([term.mean() for term in terms if term is not None]).sum().backward()
+        gradients.append({"e": e_BND.grad, **{name: p.grad for name, p in loop.named_parameters()}})
+        calls.append(len(seen))
+    assert calls == [4, 8]
+    for name, plain in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], plain, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_residuals_are_relative_step_sizes(small_config: ConfigMaker, randomize: Randomize) -> None:
+    loop, e_BND = Recurrence(small_config()), tokens((4, 5))
+    randomize(loop)
+    record = loop(e_BND, (4, 5), 3, keep_states=True)
+    states = [e_BND, *(record.states or [])]
+    for t, residual_B in enumerate(record.residuals_TB):
+        moved = (states[t + 1] - states[t]).flatten(1).norm(dim=1) / states[t].flatten(1).norm(dim=1)
+        torch.testing.assert_close(residual_B, moved)
+    assert not record.residuals_TB.requires_grad
+
+
+def test_expert_record_covers_every_token_while_it_is_active(small_config: ConfigMaker, randomize: Randomize) -> None:
+    loop = Recurrence(small_config(experts=EXPERTS, halting_bias=-2.0))
+    randomize(loop)
+    record = loop(tokens((4, 5)), (4, 5), LOOPS, torch.ones(3))
+    assert record.gates_TBNE is not None
+    assert record.steps_BN is not None
+    assert record.balance is not None
+    loop_T11 = torch.arange(LOOPS)[:, None, None]
+    torch.testing.assert_close(record.gates_TBNE.sum(-1), (loop_T11 < record.steps_BN).float())
+    assert record.balance.requires_grad
+    assert not record.gates_TBNE.requires_grad
+
+
+def test_balance_term_ignores_loops_in_which_nobody_is_active(small_config: ConfigMaker) -> None:
+    """All tokens halt at loop 1: masked loops after it must not thin out the term that skipping them gives."""
+    loop = Recurrence(small_config(experts=EXPERTS, halting_bias=50.0))
+    masked, skipped = (loop(tokens((4, 5)), (4, 5), 5, torch.ones(3), skip).balance for skip in (False, True))
+    torch.testing.assert_close(masked, skipped)
+
+
+@pytest.mark.parametrize(
+    ("changes", "loops", "halts", "message"),
+    [
+        ({}, 0, False, "at least 1 loop, found 0"),
+        ({**PLAIN, "shared_block": False, "preset": "vit"}, 5, False, "'vit' stacks 4 different blocks and cannot run 5 loops"),
+        ({"halting": "none"}, 2, True, "without a halting head"),
+    ],
+)
+def test_impossible_runs_are_refused(small_config: ConfigMaker, changes: dict[str, Any], loops: int, halts: bool, message: str) -> None:
+    loop = Recurrence(small_config(**changes))
+    with pytest.raises(ModelError, match=message):
+        loop(tokens((4, 5)), (4, 5), loops, torch.ones(3) if halts else None)
