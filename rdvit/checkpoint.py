@@ -7,7 +7,6 @@ Weights are safetensors and the rest is JSON, so that loading a model runs no co
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,5 +133,6 @@ def load_state(folder: Path) -> dict[str, Any]:
         raise ModelError(f"nothing to resume: {STATE} is missing", file=folder)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise ModelError(f"damaged training state: {str(error).splitlines()[0]}", file=path) from error
+    except Exception as error:  # damaged bytes make the unpickler raise nearly anything, from UnicodeDecodeError to IndexError
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelError(f"damaged training state: {reason}", file=path) from error

@@ -52,7 +52,9 @@ class ModelConfig(Section):
     patch_size: Ints | Literal["auto"] = "auto"
     stem: Literal["conv", "patch"] = "conv"
     stem_channels: int = Field(16, ge=4, description="channels at full resolution, doubled with each stride")
-    stem_norm: Literal["instance", "batch"] = "instance"
+    norm: Literal["batch", "instance"] = Field(
+        "batch", description="in stem and decoder; batch statistics make a crop and a whole slice the same function"
+    )
     skips: Literal["all", "image", "none"] = "all"
     embed_dim: int = Field(192, ge=16)
     num_heads: int = Field(6, ge=1)
@@ -96,9 +98,9 @@ class AugmentConfig(Section):
     """Random augmentation of training samples; probabilities per sample."""
 
     affine: Share = 0.8
-    rotate_degrees: float = Field(180.0, ge=0)
+    rotate_degrees: float = Field(45.0, ge=0)
     scale: float = Field(0.25, ge=0, lt=1)
-    flip: Share = 0.5
+    flip: Share = 0.0
     noise: Share = 0.2
     blur: Share = 0.2
     gamma: Share = 0.3

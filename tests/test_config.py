@@ -38,27 +38,25 @@ def test_stacked_baseline_is_trained_at_one_depth() -> None:
     assert resolve_config("2d", "vit").training.loop_sampling.kind == "fixed"
 
 
-def test_every_shipped_file_is_a_preset_or_a_dimension() -> None:
-    assert sorted(p.stem for p in (config_folder() / "presets").glob("*.yaml")) == sorted(PRESETS)
-    assert sorted(p.stem for p in config_folder().glob("*.yaml")) == ["2d", "3d"]
+def test_every_shipped_file_is_used() -> None:
+    folder = config_folder()
+    assert sorted(p.stem for p in (folder / "presets").glob("*.yaml")) == sorted(PRESETS)
+    assert {"2d.yaml", "3d.yaml"} <= {p.name for p in folder.glob("*.yaml")}
+    for path in folder.glob("*.yaml"):  # a dimension, or a file for --config that must fit the current keys
+        assert resolve_config("2d", "rdvit", None if path.stem in ("2d", "3d") else path)
 
 
 def test_sources_are_merged_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each source sets one key of its own and one that a stronger source sets again."""
-    keys = ["loops", "embed_dim", "num_heads", "in_channels", "out_channels", "prelude_depth"]
-
-    def source(strength: int) -> dict[str, Any]:
-        return {"model": {key: 4 * (strength + 1) for key in keys[strength:]}}
-
-    written(tmp_path, yaml.safe_dump(source(0)), "2d.yaml")
-    written(tmp_path, yaml.safe_dump(source(1)), "presets/rdvit.yaml")
-    user = written(tmp_path, yaml.safe_dump({"model": {**source(2)["model"], "embed_dim": 80}}))
-    settings = [f"model.{key}={value}" for key, value in source(3)["model"].items()]
+    """The dimension sets all five keys, each stronger source one fewer: every key ends at its strongest source."""
+    keys = ["batch_size", "epochs", "validate_every", "figures_every", "steps_per_epoch"]
+    sources = [{"training": dict.fromkeys(keys[strength:], 21 + strength)} for strength in range(5)]
+    written(tmp_path, yaml.safe_dump(sources[0]), "2d.yaml")
+    written(tmp_path, yaml.safe_dump(sources[1]), "presets/rdvit.yaml")
+    user = written(tmp_path, yaml.safe_dump(sources[2]))
+    settings = [f"training.{key}={value}" for key, value in sources[3]["training"].items()]
     monkeypatch.setattr(config_module, "config_folder", lambda: tmp_path)
-    flags = {"model": {key: 20 for key in keys[4:]}}
-    model = resolve_config("2d", "rdvit", user, [*settings, "model.prelude_depth=1"], flags).model
-    assert [getattr(model, key) for key in keys] == [4, 80, 8 + 4, 16, 20, 20] or [getattr(model, key) for key in keys]
-    assert (model.loops, model.embed_dim, model.num_heads) == (4, 80, 12)
+    training = resolve_config("2d", "rdvit", user, settings, sources[4]).training
+    assert [getattr(training, key) for key in keys] == [21, 22, 23, 24, 25]
 
 
 def test_later_settings_win_and_defaults_stay() -> None:
@@ -116,7 +114,11 @@ def test_an_unknown_key_like_no_other_is_refused_without_a_guess() -> None:
 @pytest.mark.parametrize(
     ("setting", "key", "found"),
     [
-        *[("model.loops=many", "model.loops", "'many'"), ("model.loops=0", "model.loops", "0"), ("model.loops=2.5", "model.loops", "2.5")],
+        *[
+            ("model.loops=many", "model.loops", "'many'"),
+            ("model.loops=0", "model.loops", "0"),
+            ("model.loops=2.5", "model.loops", "2.5"),
+        ],
         *[("model.stem=resnet", "model.stem", "'resnet'"), ("model.patch_size=big", "model.patch_size", "'big'")],
         *[("training.loss=3", "training.loss", "3"), ("data.foreground_share=1.5", "data.foreground_share", "1.5")],
         *[("training.epochs=[1]", "training.epochs", r"\[1\]"), ("model.preset=bert", "model.preset", "'bert'")],
@@ -130,11 +132,20 @@ def test_values_of_the_wrong_kind_are_refused_with_key_and_value(setting: str, k
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        *[("model.num_heads=5", "5 does not divide embed_dim 192"), ("model.patch_size=[8, 6]", r"\(8, 6\) must hold powers of two")],
-        *[("model.patch_size=[8, 8, 1]", "has 3 axes, spatial_dims is 2"), ("model.local_kernel=[3]", "has 1 axes, spatial_dims is 2")],
+        *[
+            ("model.num_heads=5", "5 does not divide embed_dim 192"),
+            ("model.patch_size=[8, 6]", r"\(8, 6\) must hold powers of two"),
+        ],
+        *[
+            ("model.patch_size=[8, 8, 1]", "has 3 axes, spatial_dims is 2"),
+            ("model.local_kernel=[3]", "has 1 axes, spatial_dims is 2"),
+        ],
         *[("model.local_kernel=[4, 3]", "must be odd"), ("model.embed_dim=24", r"embed_dim // 8 even")],
         *[("model.experts={num_experts: 2, top_k: 3}", "top_k is 3, more than num_experts 2")],
-        *[("training.loop_sampling={low: 5, high: 3}", "low is 5, more than high 3"), ("training.epochs=null", "one of epochs and max_minutes")],
+        *[
+            ("training.loop_sampling={low: 5, high: 3}", "low is 5, more than high 3"),
+            ("training.epochs=null", "one of epochs and max_minutes"),
+        ],
     ],
 )
 def test_values_that_cannot_work_together_are_refused(setting: str, message: str) -> None:
@@ -188,7 +199,12 @@ def test_yaml_tags_execute_nothing(tmp_path: Path, tag: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("model: [1", "not a readable YAML file"), ("- model", "expected a mapping of sections, found list"), ("loops", "found str"), ("7: 1\n", "7")],
+    [
+        ("model: [1", "not a readable YAML file"),
+        ("- model", "expected a mapping of sections, found list"),
+        ("loops", "found str"),
+        ("7: 1\n", "7"),
+    ],
 )
 def test_files_that_are_no_configuration_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = written(tmp_path, text)
@@ -231,5 +247,5 @@ def test_merge_is_deep_and_changes_neither_side() -> None:
 
 def test_configurations_are_frozen() -> None:
     with pytest.raises(ValidationError):
-        validate({}).model.loops = 3
+        validate({}).model.loops = 3  # type: ignore[misc]
     assert Config() == validate({})

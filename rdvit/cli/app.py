@@ -6,6 +6,7 @@ Heavy libraries are imported inside the commands, so that ``rdvit --help`` answe
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -57,10 +58,12 @@ def main() -> None:
         _fail(error, 2)
     except KeyboardInterrupt as error:
         _fail(error, 130, "interrupted")
+    except Exception as error:  # a full disk, too little memory, or a fault of ours
+        _fail(error, 2, f"{type(error).__name__}: {error} (rdvit --debug COMMAND shows where)")
 
 
 def _fail(error: BaseException, code: int, text: str | None = None) -> None:
     if _debug:
-        raise error
+        traceback.print_exception(error)
     error_line(text or str(error))
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""What the commands share in talking to people: standard error for messages, standard output for ``--json`` alone."""
+"""What the commands share: messages on standard error, ``--json`` alone on standard output, a look at the output folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rdvit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,12 +19,13 @@ Report = Callable[[str, int, int], None]
 
 
 def console() -> Console:
-    """A rich console on standard error; file names are not read as markup."""
+    """A rich console on standard error, silent under ``--quiet``; file names are not read as markup."""
     from rich.console import Console
 
     found = Console(stderr=True)
     width = None if found.is_terminal else 160  # a log file has no width; tables should not be cut there
-    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True, width=width)
+    quiet = logging.getLogger("rdvit").level > logging.INFO
+    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True, width=width, quiet=quiet)
 
 
 def error_line(text: str) -> None:
@@ -67,6 +71,25 @@ def print_table(title: str, rows: Sequence[dict[str, Any]], digits: dict[str, in
 def print_json(text: str) -> None:
     """A result on standard output."""
     sys.stdout.write(text.rstrip() + "\n")
+
+
+def check_output(out: Path, files: Sequence[Path], overwrite: bool) -> None:
+    """Refuse to overwrite, and find out that a folder cannot be written before any work is done; makes the folder.
+
+    Raises:
+        DataError: If one of the files exists.
+        ConfigError: If the folder cannot be made or written.
+    """
+    existing = [file for file in files if file.exists()]
+    if existing and not overwrite:
+        raise DataError(f"{len(existing)} result(s) exist already, such as {existing[0]}", hint="--overwrite replaces them")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".rdvit-write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"the output folder cannot be written: {error.strerror or error}", file=out) from None
 
 
 def _cell(value: Any, digits: int) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rdvit.cli.console import console, print_json, print_table, progress_bar
+from rdvit.cli.console import check_output, console, error_line, print_json, print_table, progress_bar
 from rdvit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rdvit.data.datalist import Case
+
+_log = logging.getLogger("rdvit")
 
 
 def evaluate(
@@ -25,7 +28,8 @@ def evaluate(
     labels: Annotated[str | None, typer.Option(help='Class names for --ref, "1=RV,2=MYO,3=LV".')] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for summary.json, the table and the figure.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
-    precision: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], typer.Option(help="Number format.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that exist in --out.")] = False,
     runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")] = False,
 ) -> None:
@@ -39,10 +43,14 @@ def evaluate(
 
     if (pred is None) != (ref is None) or (pred is not None and data is not None):
         raise ConfigError("expected either --data, or --pred and --ref together")
+    numbers = _numbers(loops)
+    if out is not None:
+        names = ["summary.json", *(["loops.csv", "loops.png"] if len(numbers) > 1 else [])]
+        check_output(out, [out / name for name in names], overwrite)
     if pred is not None and ref is not None:
         summaries = [_score_folder(pred, ref, labels)]
     else:
-        how = (_numbers(loops), halting, device, precision)
+        how = (numbers, halting, device, precision)
         summaries = _score_model(data, split, model, how, runs)
     rows = [_row(summary) for summary in summaries]
     _tell(summaries, rows)
@@ -100,7 +108,7 @@ def _warn_of_training_cases(training: dict[str, Any], source: Path, cases: list[
     seen = {case.patient for case in select(load_data(source), name, training.get("fraction", 1.0))}
     known = sorted({case.patient for case in cases} & seen)
     if known:
-        console().print(f"warning: {len(known)} of these patients were in the training of this model")
+        _log.warning("warning: %d of these patients were in the training of this model", len(known))
 
 
 def _score_folder(pred: Path, ref: Path, labels: str | None) -> dict[str, Any]:
@@ -171,7 +179,7 @@ def _tell(summaries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     else:
         print_table("Dice against loops", rows)
     for failure in summaries[0]["failures"]:
-        console().print(f"failed: {failure['case']}: {failure['reason']}")
+        error_line(f"{failure['case']}: {failure['reason']}")
 
 
 def _write(out: Path, result: dict[str, Any], rows: list[dict[str, Any]]) -> None:

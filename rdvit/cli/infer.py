@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rdvit.cli.console import console, error_line, print_json, print_table, progress_bar
-from rdvit.errors import ConfigError, DataError, RdvitError
+from rdvit.cli.console import check_output, console, error_line, print_json, print_table, progress_bar
+from rdvit.errors import DataError, RdvitError
 
 if TYPE_CHECKING:
     from rdvit.inference.predictor import Predictor
@@ -24,7 +24,7 @@ def infer(
     maps: Annotated[bool, typer.Option("--maps", help="Write the halting map and the entropy map.")] = False,
     preview: Annotated[bool, typer.Option("--preview", help="Write a PNG with the slices and their contours.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
-    precision: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], typer.Option(help="Number format.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that exist.")] = False,
     runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON on standard output.")] = False,
@@ -37,7 +37,8 @@ def infer(
     """
     files = _files(inputs)
     targets = _targets(files, out)
-    _check_output(out, targets, overwrite)
+    ends = ["seg.nii.gz", *(["halting.nii.gz", "entropy.nii.gz"] if maps else []), *(["preview.png"] if preview else [])]
+    check_output(out, [_named(out / stem, end) for stem in targets.values() for end in ends], overwrite)
 
     from rdvit.checkpoint import find_model, load_model
     from rdvit.inference.predictor import Predictor
@@ -130,8 +131,9 @@ def _files(inputs: list[Path]) -> list[Path]:
 def _targets(files: list[Path], out: Path) -> dict[Path, str]:
     """A name for the results of each file; two files of one name are told apart by their folders."""
     stems = {file: _stem(file) for file in files}
+    names = list(stems.values())
     for file, stem in list(stems.items()):
-        if list(stems.values()).count(stem) > 1:
+        if names.count(stem) > 1:
             stems[file] = f"{file.resolve().parent.name}_{stem}"
     if len(set(stems.values())) < len(stems):
         raise DataError(
@@ -150,20 +152,6 @@ def _stem(file: Path) -> str:
 
 def _named(target: Path, end: str) -> Path:
     return target.with_name(f"{target.name}_{end}")
-
-
-def _check_output(out: Path, targets: dict[Path, str], overwrite: bool) -> None:
-    """Refuse to overwrite, and find out that the folder cannot be written before any model is loaded."""
-    existing = [out / f"{stem}_seg.nii.gz" for stem in targets.values() if (out / f"{stem}_seg.nii.gz").exists()]
-    if existing and not overwrite:
-        raise DataError(f"{len(existing)} result(s) exist already, such as {existing[0]}", hint="--overwrite replaces them")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".rdvit-write-test"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"the output folder cannot be written: {error.strerror or error}", file=out) from None
 
 
 def _write_record(out: Path, model: Path, done: list[dict[str, Any]], failures: list[dict[str, str]]) -> None:

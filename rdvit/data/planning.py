@@ -9,6 +9,7 @@ import numpy as np
 from rdvit.config import Config, merge, validate
 from rdvit.data.datalist import Case
 from rdvit.data.volume import canonical_geometry
+from rdvit.errors import ConfigError
 
 ANISOTROPIC = 2.5  # slices this many times as thick as a pixel keep their own axis out of patches
 MAX_CROP = 128  # pixels; a heart is less than 150 mm wide
@@ -27,6 +28,9 @@ def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -
         config: What the user chose; settled values are kept.
         cases: The training cases; only their headers are read.
         class_names: Label values and names; the network gets one output more, for the background.
+
+    Raises:
+        ConfigError: If the chosen crop has not as many axes as the network.
     """
     geometry = [canonical_geometry(case.image) for case in cases]
     spacings = np.array([spacing for _, spacing in geometry])
@@ -47,9 +51,11 @@ def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -
     if crop == "auto":
         limits = [MAX_CROP] * 2 + [SLICES_PER_CROP] if thick or model.spatial_dims == 2 else [MAX_CROP_ISOTROPIC] * 3
         crop = tuple(
-            min(limit // p * p, int(np.ceil(n / p)) * p)
+            min(max(1, limit // p), int(np.ceil(n / p))) * p
             for n, p, limit in zip(size[: model.spatial_dims], patch, limits, strict=False)
         )
+    if len(crop) != model.spatial_dims:
+        raise ConfigError(f"data.crop_size {crop} has {len(crop)} axes, model.spatial_dims is {model.spatial_dims}")
     settled = {
         "model": {"patch_size": patch, "out_channels": len(class_names) + 1},
         "data": {"spacing": spacing, "crop_size": crop},

@@ -69,7 +69,9 @@ def prepare_labels(volume: Volume, spacing: float | None, class_values: tuple[in
         raise DataError(f"label values without a class: {counts}; known are {list(class_values)}", file=volume.path)
     shape = canonical.array.shape
     size = working_size(Frame(orientation, (shape[0], shape[1], shape[2]), canonical.spacing), spacing)
-    index_XYZ = torch.from_numpy(np.searchsorted((0, *class_values), canonical.array).astype(np.uint8))
+    index_of_value = np.zeros(max(class_values) + 1, np.uint8)
+    index_of_value[list(class_values)] = np.arange(1, len(class_values) + 1)
+    index_XYZ = torch.from_numpy(index_of_value[canonical.array])
     if size == shape[:2]:
         return index_XYZ[None]
     slices_ZXY = index_XYZ.movedim(-1, 0)
@@ -94,8 +96,9 @@ def normalize(image: Tensor, percentiles: tuple[float, float]) -> Tensor:
     low, high = np.percentile(values.numpy(), percentiles)
     clipped = image.clamp(float(low), float(high))
     inside = values.clamp(float(low), float(high))
-    deviation = inside.std(correction=0)
-    return (clipped - inside.mean()) / deviation if deviation > 0 else torch.zeros_like(image)
+    if inside.min() == inside.max():  # their deviation is 0 only up to rounding
+        return torch.zeros_like(image)
+    return (clipped - inside.mean()) / inside.std(correction=0)
 
 
 def working_size(frame: Frame, spacing: float | None) -> tuple[int, int]:
@@ -220,7 +223,8 @@ def training_transform(config: Config) -> mt.Compose:
     )
     flips = [mt.RandFlipd(keys, prob=augment.flip, spatial_axis=axis) for axis in (0, 1)]
     crop_region = RandCropRegiond(region, config.data.foreground_share)
-    return mt.Compose([crop_region, affine, *flips, *_intensity(augment), mt.EnsureTyped(keys, track_meta=False)])
+    plain = mt.EnsureTyped(keys, dtype=(torch.float32, torch.uint8), track_meta=False)
+    return mt.Compose([crop_region, affine, *flips, *_intensity(augment), plain])
 
 
 def _intensity(augment: AugmentConfig) -> list[mt.Transform]:

@@ -48,7 +48,7 @@ def score_folder(folder: Path, cases: Sequence[Case], class_names: dict[int, str
 def _score(
     case: Case, class_names: dict[int, str], predict: Callable[[Volume, Path | None], np.ndarray], file: Path | None
 ) -> CaseResult:
-    files = {"prediction_file": None if file is None else str(file), "reference_file": str(case.label)}
+    files = {"prediction_file": _name(file), "reference_file": _name(case.label)}
     try:
         if case.label is None:
             raise RdvitError("has no label to compare with", file=case.image)
@@ -71,6 +71,10 @@ def _read_prediction(image: Volume, file: Path | None) -> np.ndarray:
     prediction = read_labels(file)
     check_same_grid(image, prediction)
     return prediction.array
+
+
+def _name(file: Path | None) -> str | None:
+    return None if file is None else str(file)
 
 
 def _find(folder: Path, case: Case) -> Path | None:

@@ -149,7 +149,9 @@ class Predictor:
         """Size of the sliding window: the volume itself where it fits, at least the training crop."""
         trained, patch = self.config.data.crop_size, self.config.model.patch_size
         assert trained != "auto" and patch != "auto"
-        limits = tuple(max(n, limit) for n, limit in zip(trained, (WINDOW_IN_PLANE, WINDOW_IN_PLANE, WINDOW_SLICES), strict=True))
+        limits = tuple(
+            max(n, limit) for n, limit in zip(trained, (WINDOW_IN_PLANE, WINDOW_IN_PLANE, WINDOW_SLICES), strict=True)
+        )
         if patch[2] > 1:  # thin slices: many tokens along every axis
             limits = trained
         return tuple(min(n, limit) for n, limit in zip(shape, limits, strict=True))

@@ -71,7 +71,7 @@ class LocalMixing(nn.Module):
         width, depth = x_BND.shape[-1], grid[2] if len(grid) == 3 else 1
         planes = rearrange(x_BND, "b (x y z) d -> (b z) d x y", x=grid[0], y=grid[1], z=depth)  # channels last underneath
         with torch.autocast(x_BND.device.type, enabled=False):
-            planes = self.plane(planes.to(self.plane.weight.dtype))
+            planes = self.plane(planes.to(self.plane.weight.dtype)).to(x_BND.dtype)
             if self.through_KD is None:
                 return rearrange(planes, "b d x y -> b (x y) d")
             size = len(self.through_KD)
@@ -127,6 +127,8 @@ class Block(nn.Module):
             The output (B, N, D), or (B, M, D) for an indexed selection, the keys and values to carry on, and the routing
             of a mixture of experts.
         """
+        if torch.is_autocast_enabled(x_BND.device.type):  # the state stays in float32, a block's inside need not
+            x_BND = x_BND.to(torch.get_autocast_dtype(x_BND.device.type))
         if self.local is not None and self.local_norm is not None:
             x_BND = x_BND + self.local(self.local_norm(x_BND), grid)
         index_BM = selection.index_BM if selection is not None else None

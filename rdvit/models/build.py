@@ -38,7 +38,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, o
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
-        exempt = parameter.ndim < 2 or name.endswith("scale_Tr") or ".halting." in name
+        exempt = parameter.ndim < 2 or name.endswith("scale_Tr") or "halting" in name.split(".")
         (free if exempt else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 

@@ -96,7 +96,7 @@ def conv_layer(
     config: ModelConfig, in_channels: int, out_channels: int, kernel: tuple[int, ...], stride: tuple[int, ...] | int
 ) -> nn.Module:
     """MONAI convolution, norm, activation."""
-    norm = (config.stem_norm, {"affine": True})
+    norm = (config.norm, {"affine": True})
     act = ("leakyrelu", {"inplace": True, "negative_slope": 0.01})
     return Convolution(
         config.spatial_dims,

@@ -34,7 +34,7 @@ class UpBlock(nn.Module):
         self.up = get_conv_layer(
             config.spatial_dims, coarse, fine, kernel_size=stride, stride=stride, conv_only=True, is_transposed=True
         )
-        norm = (config.stem_norm, {"affine": True})
+        norm = (config.norm, {"affine": True})
         self.conv = UnetBasicBlock(
             config.spatial_dims, fine * (2 if skip else 1), fine, kernel_size=kernel, stride=1, norm_name=norm
         )

@@ -123,7 +123,7 @@ def resume_run(
     Raises:
         DataError: If the data is no longer what the run began with.
     """
-    if not (folder / "config.yaml").is_file():
+    if not all((folder / name).is_file() for name in ("config.yaml", "split.json")):
         raise ConfigError("no run to resume: expected config.yaml, split.json and state.pt", file=folder)
     config = validate(merge(load_config(folder / "config.yaml").model_dump(), changes))
     record = json.loads((folder / "split.json").read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def _start_tracking(tracker: NullTracker, trainer: Trainer, split: Split, folder
         "rdvit.torch": torch.__version__,
     }
     run_id = tracker.start(folder.name, config.model_dump(mode="json"), tags, trainer.progress.run_id or None)
-    trainer.progress.run_id = run_id or ""
+    trainer.progress.run_id = run_id or trainer.progress.run_id  # kept where this resume is not tracked
     if trainer.progress.epoch:
         return
     tracker.log_text(config.to_yaml(), "config.yaml")

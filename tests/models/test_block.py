@@ -82,7 +82,9 @@ def test_is_a_pre_norm_residual_block(
     torch.testing.assert_close(out_BND, expected)
     assert (routing is not None) == experts
     assert isinstance(block.ffn, Experts if experts else FeedForward)
-    for ours, theirs in zip(memory, block.attn.project(block.attn_norm(x_BND + block.local(block.local_norm(x_BND), grid)))[1:], strict=True):
+    for ours, theirs in zip(
+        memory, block.attn.project(block.attn_norm(x_BND + block.local(block.local_norm(x_BND), grid)))[1:], strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -127,7 +129,9 @@ def test_write_keeps_halted_tokens_and_takes_active_ones() -> None:
     assert padded.flatten().tolist() == [1, 0, 3]
 
 
-def test_halted_neighbours_are_still_seen(small_config: Callable[..., ModelConfig], randomize: Callable[[nn.Module], None]) -> None:
+def test_halted_neighbours_are_still_seen(
+    small_config: Callable[..., ModelConfig], randomize: Callable[[nn.Module], None]
+) -> None:
     """Semantics S2: a halted token asks nothing, but its key, its value and its place in the grid stay visible."""
     torch.manual_seed(0)
     block = Block(small_config(local_kernel=None))

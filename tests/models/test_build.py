@@ -89,7 +89,12 @@ def test_weight_decay_touches_matrices_and_kernels_only(small_config: ConfigMake
     }
     expected = {name for name in names.values() if name in normalised or name.endswith(".bias")}
     loop = "encoder.recurrence."
-    expected |= {f"{loop}injection.raw_decay", f"{loop}injection.input_gain", f"{loop}lora.scale_Tr", f"{loop}halting.proj.weight"}
+    expected |= {
+        f"{loop}injection.raw_decay",
+        f"{loop}injection.input_gain",
+        f"{loop}lora.scale_Tr",
+        f"{loop}halting.proj.weight",
+    }
     assert set(groups[1]) == expected
     torch.optim.AdamW(parameter_groups(model, weight_decay=0.05))
 

@@ -55,7 +55,9 @@ def test_gates_sum_to_one_over_the_chosen_experts(top_k: int) -> None:
     torch.testing.assert_close(routing.probabilities_BME.sum(-1), torch.ones(2, 7))
     assert ((routing.gates_BME > 0).sum(-1) == top_k).all()
     chosen = routing.gates_BME > 0  # without a bias the most probable ones are chosen
-    assert (routing.probabilities_BME.masked_fill(~chosen, 2).amin(-1) >= routing.probabilities_BME.masked_fill(chosen, 0).amax(-1)).all()
+    assert (
+        routing.probabilities_BME.masked_fill(~chosen, 2).amin(-1) >= routing.probabilities_BME.masked_fill(chosen, 0).amax(-1)
+    ).all()
 
 
 def test_a_single_choice_is_weighed_by_its_probability_so_that_the_router_learns() -> None:

@@ -33,7 +33,9 @@ def image(*size: int, batch: int = 2) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_any_size_goes_in_and_comes_out(small_config: ConfigMaker, dims: int, patch: Shape, size: Shape, training: bool) -> None:
+def test_any_size_goes_in_and_comes_out(
+    small_config: ConfigMaker, dims: int, patch: Shape, size: Shape, training: bool
+) -> None:
     """Positions are computed, never fixed to a training size; one model takes them all."""
     model = Segmenter(small_config(dims, patch_size=patch, out_channels=3)).train(training)
     with torch.set_grad_enabled(training):
@@ -47,7 +49,7 @@ def test_any_size_goes_in_and_comes_out(small_config: ConfigMaker, dims: int, pa
 @pytest.mark.parametrize("skips", ["all", "image", "none"])
 @pytest.mark.parametrize("norm", ["instance", "batch"])
 def test_every_stem_and_skip_trains_all_of_its_parameters(small_config: ConfigMaker, stem: str, skips: str, norm: str) -> None:
-    model = Segmenter(small_config(stem=stem, skips=skips, stem_norm=norm, experts=EXPERTS, prelude_depth=1))
+    model = Segmenter(small_config(stem=stem, skips=skips, norm=norm, experts=EXPERTS, prelude_depth=1))
     logits, record = model(image(24, 16), return_record=True)
     assert record.ponder_BN is not None
     assert record.balance is not None
@@ -85,7 +87,11 @@ def test_padding_repeats_the_border_and_is_cut_off_again(small_config: ConfigMak
 
 @pytest.mark.parametrize(
     ("dims", "shape", "message"),
-    [(2, (1, 2, 16, 16), r"1 channel\(s\), found shape \(1, 2, 16, 16\)"), (2, (1, 1, 16, 16, 3), "of 4 axes"), (3, (1, 1, 16, 16), "of 5 axes")],
+    [
+        (2, (1, 2, 16, 16), r"1 channel.*\(1, 2, 16, 16\)"),
+        (2, (1, 1, 16, 16, 3), "of 4 axes"),
+        (3, (1, 1, 16, 16), "of 5 axes"),
+    ],
 )
 def test_images_of_another_kind_are_refused(small_config: ConfigMaker, dims: int, shape: Shape, message: str) -> None:
     with pytest.raises(ModelError, match=message):
@@ -128,6 +134,13 @@ def test_training_and_evaluation_agree_without_dropout(small_config: ConfigMaker
         torch.testing.assert_close(model(image(24, 16), loops=6, halting=halting), masked, atol=1e-4, rtol=1e-4)
 
 
+def test_halted_tokens_are_skipped_where_no_gradient_is_asked_for(small_config: ConfigMaker) -> None:
+    model = Segmenter(small_config(halting_bias=50.0))
+    assert model(image(24, 16), return_record=True)[1].loops == 4
+    with torch.no_grad():
+        assert model(image(24, 16), return_record=True)[1].loops == 1
+
+
 def weights_in_3d(planar: nn.Module, spatial: nn.Module) -> dict[str, Tensor]:
     """The 2D weights for the 3D network: kernels in the centre slice; mixing through the slices as it starts."""
     weights = planar.state_dict()
@@ -141,24 +154,30 @@ def weights_in_3d(planar: nn.Module, spatial: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("stem", ["conv", "patch"])
-@pytest.mark.parametrize("experts", [None, EXPERTS])
-@pytest.mark.parametrize("position", ["none", "sincos"])
-def test_2d_equals_3d_at_depth_one(
-    small_config: ConfigMaker, randomize: Randomize, stem: str, experts: ExpertsConfig | None, position: str
-) -> None:
-    """RD-5: the whole network, halting and skipping included."""
-    changes = {"stem": stem, "experts": experts, "position": position, "prelude_depth": 1, "coda_depth": 1}
-    planar, spatial = Segmenter(small_config(2, **changes)).eval(), Segmenter(small_config(3, **changes)).eval()
+def assert_planar_is_spatial_at_depth_one(config_2d: ModelConfig, config_3d: ModelConfig, randomize: Randomize) -> None:
+    planar, spatial = Segmenter(config_2d).eval(), Segmenter(config_3d).eval()
     randomize(planar)
     spatial.load_state_dict(weights_in_3d(planar, spatial))
     with torch.no_grad():
         logits_2d, record_2d = planar(image(27, 16), return_record=True)
         logits_3d, record_3d = spatial(image(27, 16)[..., None], return_record=True)
-    assert record_2d.steps_BN is not None
-    assert record_3d.steps_BN is not None
-    assert torch.equal(record_3d.steps_BN, record_2d.steps_BN)
+    torch.testing.assert_close(record_3d.steps_BN, record_2d.steps_BN)
     torch.testing.assert_close(logits_3d[..., 0], logits_2d, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stem", ["conv", "patch"])
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+def test_2d_equals_3d_at_depth_one(
+    small_config: ConfigMaker, randomize: Randomize, stem: str, experts: ExpertsConfig | None
+) -> None:
+    """RD-5: the whole network but positions; halting and skipping, prelude and coda included."""
+    changes = {"stem": stem, "experts": experts, "position": "none", "prelude_depth": 1, "coda_depth": 1}
+    assert_planar_is_spatial_at_depth_one(small_config(2, **changes), small_config(3, **changes), randomize)
+
+
+def test_2d_equals_3d_at_depth_one_with_positions(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """RD-5: the same with sine and cosine positions, the default."""
+    assert_planar_is_spatial_at_depth_one(small_config(2), small_config(3), randomize)
 
 
 @pytest.mark.parametrize("experts", [None, EXPERTS])
