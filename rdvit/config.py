@@ -60,7 +60,9 @@ class ModelConfig(Section):
     num_heads: int = Field(6, ge=1)
     mlp_ratio: float = Field(4.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
-    position: Literal["sincos", "none"] = "sincos"
+    position: Literal["sincos", "none"] = Field(
+        "none", description="none: local mixing tells where a token lies, and any grid size looks like those in training"
+    )
     local_kernel: Ints | None = Field(None, description="depth-wise convolution in the block, size per axis; null is off")
     prelude_depth: int = Field(0, ge=0)
     coda_depth: int = Field(0, ge=0)
@@ -238,7 +240,8 @@ def resolve_config(
         raise ConfigError(f"unknown preset '{preset}'", hint=f"one of {', '.join(PRESETS)}")
     merged = merge(merged, read_yaml(folder / "presets" / f"{preset}.yaml"))
     if config_file is not None:
-        merged = merge(merged, read_yaml(config_file))
+        given = read_yaml(config_file)
+        merged = merge(merged, {section: values for section, values in given.items() if values is not None})
     for setting in settings or []:
         merged = merge(merged, _parse_setting(setting))
     return validate(merge(merged, flags or {}), source=config_file)
@@ -262,6 +265,8 @@ def merge(base: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in update.items():
         old = merged.get(key)
+        if isinstance(value, dict) and not isinstance(old, (dict, type(None))):
+            raise ConfigError(f"'{key}' is a section of settings, found {old!r}")
         merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 

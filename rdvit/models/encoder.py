@@ -114,14 +114,17 @@ def conv_layer(
 def sincos_position(grid: tuple[int, ...], embed_dim: int, device: torch.device | None = None) -> Tensor:
     """Fixed sine and cosine position embedding (N, D), computed for any grid, centred on its middle.
 
-    Each axis gets an equal share of the channels, in pairs of sine and cosine with wavelengths from 2 pi to 10000 tokens;
-    what does not divide evenly stays zero.
+    Each axis gets a third of the channels, as sines and cosines with wavelengths from 2 pi to 10000 tokens; what does not
+    divide evenly stays zero, and so does the third axis at depth 1, which makes 2D and 3D agree there.
     """
-    pairs = embed_dim // (2 * len(grid))
+    pairs = embed_dim // 6
     frequency = 10000.0 ** (-torch.arange(pairs, device=device, dtype=torch.float32) / pairs)
     axes = [torch.arange(size, device=device, dtype=torch.float32) - (size - 1) / 2 for size in grid]
     coordinates = torch.meshgrid(*axes, indexing="ij")
-    parts = [f(c.flatten()[:, None] * frequency) for c in coordinates for f in (torch.sin, torch.cos)]
+    angles_AND = torch.stack([c.flatten()[:, None] * frequency for c in coordinates])
+    parts = [part for angles_ND in angles_AND for part in (angles_ND.sin(), angles_ND.cos())]
+    if len(grid) == 3:
+        parts[-1] = parts[-1] - 1
     position_ND = torch.cat(parts, dim=1)
     return nn.functional.pad(position_ND, (0, embed_dim - position_ND.shape[1]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -29,7 +30,7 @@ class HaltingHead(nn.Module):
     def forward(self, h_BND: Tensor) -> Tensor:
         """Probabilities (B, N) in float32, also under autocast (bfloat16 sums miss 1 by 0.01 over 16 loops)."""
         with torch.autocast(h_BND.device.type, enabled=False):
-            x_BND = self.norm(h_BND.float())
+            x_BND = F.layer_norm(h_BND.float(), h_BND.shape[-1:], self.norm.weight.float(), eps=self.norm.eps)
             return torch.sigmoid(x_BND @ self.proj.weight[0].float() + self.proj.bias.float())
 
 

@@ -130,7 +130,8 @@ class Recurrence(nn.Module):
             record.steps_BN, record.ponder_BN = halting.steps_BN, halting.ponder_BN
         if routings:
             record.gates_TBNE = torch.stack([gates.detach() for gates, _ in routings])
-            record.balance = torch.stack([balance for _, balance in routings]).mean()
+            balances_T = torch.stack([balance for _, balance in routings])
+            record.balance = balances_T.sum() / (balances_T > 0).sum().clamp(min=1)  # it is 0 where nobody was active
         return record
 
     def _check(self, loops: int, halts_B: Tensor | None) -> None:

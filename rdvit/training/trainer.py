@@ -265,7 +265,7 @@ class Trainer:
                 save_model(self.folder, self.averaged, ModelInfo(self.config, self.info.class_names, training))
         else:
             progress.validations_without_gain += 1
-        if (progress.epoch // self.config.training.validate_every) % self.config.training.figures_every == 0:
+        if progress.epoch % (self.config.training.validate_every * self.config.training.figures_every) == 0:
             self._save_figures(f"epoch{progress.epoch:04d}")
         progress.validation_seconds = time.monotonic() - start
         return metrics

@@ -26,7 +26,7 @@ GEOMETRY = (
 
 @pytest.fixture
 def segment(rdvit: Rdvit, tiny_model_folder: Path, tmp_path: Path) -> Segment:
-    """``segment(image, *options)``: ``rdvit -q infer`` with the tiny model into ``tmp_path / "out"``, both of which options change."""
+    """``segment(image, *options)``: ``rdvit -q infer`` with the tiny model into ``tmp_path / "out"``, unless told otherwise."""
 
     def call(*words: str | Path) -> CompletedProcess[str]:
         fixed = ("--model", tiny_model_folder, "--out", tmp_path / "out", "--device", "cpu", "--precision", "fp32")
