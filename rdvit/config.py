@@ -279,6 +279,8 @@ def _parse_setting(setting: str) -> dict[str, Any]:
         value: Any = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(f"--set {key}: '{text}' is not a YAML value") from None
+    if value is None and "." not in key:
+        raise ConfigError(f"'{key}' is a section of settings, found null")
     for part in reversed(key.strip().split(".")):
         value = {part: value}
     return value

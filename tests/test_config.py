@@ -233,9 +233,10 @@ def test_an_empty_section_of_the_users_file_changes_nothing(tmp_path: Path) -> N
     assert resolve_config("2d", "vit", path) == resolve_config("2d", "vit")
 
 
-def test_a_value_in_place_of_a_section_is_refused_even_under_a_flag() -> None:
+@pytest.mark.parametrize("setting", ["model=3", "model=[1]", "model=null"])
+def test_a_value_in_place_of_a_section_is_refused_even_under_a_flag(setting: str) -> None:
     with pytest.raises(ConfigError, match="model"):
-        resolve_config("2d", "vit", settings=["model=3"], flags={"model": {"patch_size": [8, 8]}})
+        resolve_config("2d", "vit", settings=[setting], flags={"model": {"patch_size": [8, 8]}})
 
 
 def test_merge_is_deep_and_changes_neither_side() -> None:

@@ -69,6 +69,24 @@ def cardiac_measures(ed_volumes: Mapping[str, float], es_volumes: Mapping[str, f
     return measures
 
 
+def cine_measures(volumes_T: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Measures of one patient from the structure volumes of all frames of a cine.
+
+    Args:
+        volumes_T: For each frame, structure name to volume in mL.
+
+    Returns:
+        `ED_frame` and `ES_frame`, counted from 1: where the LV (the RV where there is no LV) is largest and smallest; and
+        what `cardiac_measures` makes of those two. Empty where neither ventricle is named.
+    """
+    ventricle = next((name for name in ("LV", "RV") if volumes_T and name in volumes_T[0]), None)
+    if ventricle is None:
+        return {}
+    curve = [volumes[ventricle] for volumes in volumes_T]
+    ed, es = int(np.argmax(curve)), int(np.argmin(curve))
+    return {"ED_frame": ed + 1, "ES_frame": es + 1, **cardiac_measures(volumes_T[ed], volumes_T[es])}
+
+
 def agreement(predicted: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
     """Agreement of predicted and reference measures, one pair per patient (Bland and Altman, Lancet 1986).
 

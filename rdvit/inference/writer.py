@@ -59,7 +59,7 @@ def write_map(path: str | Path, map_XYZ: np.ndarray, like: Volume, description: 
 
     Args:
         path: Where to, .nii or .nii.gz; missing folders are made.
-        map_XYZ: (X, Y, Z) on the grid of `like`.
+        map_XYZ: (X, Y, Z) on the grid of `like`, or (X, Y, Z, T) for all frames of its file.
         like: The image as it was read, before any reorientation; its header is taken over.
         description: What the values mean, noted in the file's description.
         overwrite: Replace an existing file.
@@ -77,7 +77,7 @@ def _write(path: Path, array_XYZ: np.ndarray, like: Volume, description: str, ov
     suffix = next((end for end in (".nii.gz", ".nii") if path.name.lower().endswith(end)), None)
     if suffix is None:
         raise DataError("results are written as .nii or .nii.gz", file=path)
-    if array_XYZ.shape != like.array.shape:
+    if array_XYZ.shape[:3] != like.array.shape or array_XYZ.ndim > 4:
         message = f"the result has shape {array_XYZ.shape}, its image {like.path or ''} has {like.array.shape}"
         raise DataError(message, file=path)
     if path.exists() and not overwrite:
@@ -105,7 +105,8 @@ def _image_like(array_XYZ: np.ndarray, like: Volume, description: str) -> nib.Ni
         # Through its bytes, which keeps every field and the byte order, also of the .hdr half of a pair, and leaves the
         # extensions behind: they may hold a whole DICOM header with the patient's name.
         header = image_class.header_class(like.header.binaryblock, like.header.endianness, check=False)
-        array_XYZ = array_XYZ.reshape(header.get_data_shape()[:3])  # a 2D file stays 2D
+        if array_XYZ.ndim == 3:
+            array_XYZ = array_XYZ.reshape(header.get_data_shape()[:3])  # a 2D file stays 2D
         if header.get_data_shape() != array_XYZ.shape:  # one frame of a 4D file
             header.set_data_shape(array_XYZ.shape)
         for field in _SOURCE_FIELDS & set(header.keys()):

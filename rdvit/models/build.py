@@ -20,7 +20,7 @@ def build_segmenter(config: ModelConfig, seed: int | None = None) -> Segmenter:
     if seed is None:
         return Segmenter(config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would also reseed every GPU
         return Segmenter(config)
 
 

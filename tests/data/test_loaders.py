@@ -170,8 +170,10 @@ def test_a_sample_is_the_same_in_a_worker_process(cached: Dataset, tiny_config: 
     assert_equal(here[0], there[0])
 
 
-def test_samples_differ_from_each_other_and_with_the_seed(cached: Dataset, tiny_config: MakeConfig) -> None:
-    first, second = (TrainingSamples(cached, tiny_config(training={"seed": seed})) for seed in (0, 1))
+def test_samples_differ_from_each_other_and_with_the_seed(cases: list[Case], tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """Even of one and the same case, within a pass and from pass to pass."""
+    same = cached_cases([cases[0]] * 4, tiny_config(), CLASSES, tmp_path)
+    first, second = (TrainingSamples(same, tiny_config(training={"seed": seed})) for seed in (0, 1))
     images = [samples[i]["image"].numpy().tobytes() for samples in (first, second) for i in range(12)]
     assert len(set(images)) == 24
 

@@ -95,6 +95,13 @@ def assert_no_shift(gap_mm: Tensor) -> None:
     assert abs(float(gap_mm.mean())) < 0.005
 
 
+def test_shrinking_does_not_alias() -> None:
+    """Stripes finer than the new pixels become grey; without a low pass they would come back as broad stripes."""
+    stripes = (torch.arange(60) % 2).float()[None, :, None, None].expand(1, 60, 20, 1)
+    grey = resize_in_plane(stripes, (25, 20))[0, 2:-2]
+    assert float((grey - 0.5).abs().max()) < 0.1
+
+
 def test_slices_are_resampled_apart() -> None:
     """Slices lie 8 mm apart: nothing of one may reach the next."""
     image = torch.zeros(1, 12, 12, 3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rdvit.errors import DataError
-from rdvit.evaluation.cardiac import agreement, cardiac_measures, ejection_fraction, structure_volumes_ml
+from rdvit.evaluation.cardiac import agreement, cardiac_measures, cine_measures, ejection_fraction, structure_volumes_ml
 
 SHARED = Path(os.environ.get("RDVIT_SHARED", Path(__file__).resolve().parents[3] / "shared" / "data"))
 NAMES = {1: "RV", 2: "MYO", 3: "LV"}
@@ -87,3 +87,12 @@ def test_mean_lv_ejection_fraction_of_the_acdc_groups() -> None:
         fractions.setdefault(info["Group"].strip(), []).append(cardiac_measures(*volumes)["LV_EF_percent"])
     means = {group: float(np.mean(values)) for group, values in fractions.items()}
     assert means == pytest.approx({"DCM": 18.4, "MINF": 31.0, "RV": 54.7, "NOR": 60.3, "HCM": 67.4}, abs=0.1)
+
+
+def test_cine_finds_the_phases_by_the_left_ventricle() -> None:
+    curve = [{"RV": 90.0, "LV": 110.0, "MYO": 100.0}, {"RV": 99.0, "LV": 120.0, "MYO": 100.0}, {"RV": 60.0, "LV": 48.0, "MYO": 99.0}]
+    measures = cine_measures(curve)
+    assert (measures["ED_frame"], measures["ES_frame"]) == (2, 3)
+    assert measures["LV_EF_percent"] == pytest.approx(60.0)
+    assert measures["RV_EDV_ml"] == 99.0 and measures["LV_mass_g"] == pytest.approx(105.0)
+    assert cine_measures([{"liver": 1.0}]) == {}

@@ -70,14 +70,19 @@ def oracle(config: Config, volume: Volume, class_names: dict[int, str] | None = 
 
 
 def network(config: Config, class_names: dict[int, str] | None = None) -> Predictor:
-    """A predictor with a recurrent network whose weights are noisy enough to give every class somewhere."""
+    """A predictor with a recurrent network of noisy weights, whose head is set so that every class wins somewhere."""
     model = build_segmenter(config.model, seed=0)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            scale = 1.0 if "halting" in name or "decoder.out" in name else 0.1
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-    return Predictor(model, ModelInfo(config, class_names or ACDC), "cpu", "fp32")
+            parameter.add_((1.0 if "halting" in name else 0.1) * torch.randn(parameter.shape, generator=generator))
+    predictor = Predictor(model, ModelInfo(config, class_names or ACDC), "cpu", "fp32")
+    image = normalize(torch.from_numpy(smooth((30, 26, 6), np.eye(4)).array), config.data.clip_percentiles)
+    deviation_C, mean_C = torch.std_mean(predictor.run(image[None])[:-1].flatten(1), dim=1)
+    head = model.decoder.out.conv.conv
+    head.weight.data /= deviation_C.view(-1, *[1] * (head.weight.ndim - 1))
+    head.bias.data = (head.bias.data - mean_C) / deviation_C
+    return predictor
 
 
 def blocks(shape: tuple[int, ...], affine: np.ndarray, seed: int = 0) -> tuple[Volume, np.ndarray]:

@@ -17,7 +17,7 @@ def small_config() -> Callable[..., ModelConfig]:
     """Makes a configuration of a few thousand parameters with every part of ``rdvit`` on; keywords change it."""
 
     def make(spatial_dims: int = 2, **changes: Any) -> ModelConfig:
-        small = {"embed_dim": 32, "num_heads": 2, "stem_channels": 4, "loops": 4, "lora_rank": 4, "mlp_ratio": 2.0}
+        small = {"embed_dim": 32, "num_heads": 2, "stem_channels": 4, "loops": 4, "lora_rank": 4, "position": "sincos"}
         sizes: dict[str, Any] = {"patch_size": (8, 8), "local_kernel": (3, 3)}
         if spatial_dims == 3:
             sizes = {"patch_size": (8, 8, 1), "local_kernel": (3, 3, 3)}

@@ -89,6 +89,19 @@ def test_encoding_has_the_grid_of_the_patches(
     assert len(encoding.skips) == (len(strides_and_kernels(patch)[0]) if stem == "conv" else 1)
 
 
+@pytest.mark.parametrize(("dims", "size", "grid"), [(2, (24, 40), (3, 5)), (3, (16, 24, 2), (2, 3, 2))])
+def test_positions_are_added_to_the_tokens_if_configured(
+    small_config: ConfigMaker, dims: int, size: Shape, grid: Shape
+) -> None:
+    placed, plain = (RecurrentViT(small_config(dims, position=position)).eval() for position in ("sincos", "none"))
+    plain.load_state_dict(placed.state_dict())
+    seen: list[torch.Tensor] = []
+    for model in (placed, plain):
+        model.recurrence.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        model(torch.ones(1, 1, *size))
+    torch.testing.assert_close(seen[0] - seen[1], sincos_position(grid, 32)[None], atol=1e-5, rtol=0)
+
+
 def test_token_map_and_image_have_the_same_orientation(small_config: ConfigMaker) -> None:
     """A change in one corner of the image moves the tokens of that corner, seen before any token looks at another."""
     model = RecurrentViT(small_config(stem="patch", skips="none", loops=1, position="none"))

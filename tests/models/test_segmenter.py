@@ -176,7 +176,7 @@ def test_2d_equals_3d_at_depth_one(
 
 
 def test_2d_equals_3d_at_depth_one_with_positions(small_config: ConfigMaker, randomize: Randomize) -> None:
-    """RD-5: the same with sine and cosine positions, the default."""
+    """RD-5: the same with sine and cosine positions."""
     assert_planar_is_spatial_at_depth_one(small_config(2), small_config(3), randomize)
 
 
