@@ -287,7 +287,7 @@ def _parse_setting(setting: str) -> dict[str, Any]:
 
 
 def _explain(error: Any) -> str:
-    *parents, last = (str(part) for part in error["loc"])
+    *parents, last = [str(part) for part in error["loc"]] or ["configuration"]
     where = ".".join([*parents, last])
     if error["type"] != "extra_forbidden":
         return (

@@ -22,7 +22,7 @@ def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -
 
     The working spacing is the median in-plane spacing, or the images' own where they all agree. Thick slices (ACDC: 10 mm
     at 1.5 mm pixels) get patches of 8 x 8 x 1 and crops of at most 128 x 128 x 8; nearly isotropic volumes patches of
-    4 x 4 x 4 and crops of at most 96 per axis. Crops are whole patches and no larger than the median volume.
+    4 x 4 x 4 and crops of at most 96 per axis. Crops are whole patches, as many as cover the median volume.
 
     Args:
         config: What the user chose; settled values are kept.

@@ -9,7 +9,7 @@ import numpy as np
 
 from rdvit.data.datalist import Case
 from rdvit.data.volume import Volume, check_same_grid, read_image, read_labels
-from rdvit.errors import RdvitError
+from rdvit.errors import ModelError, RdvitError
 from rdvit.evaluation.metrics import case_metrics, missing_prediction_metrics
 from rdvit.evaluation.summary import CaseResult
 from rdvit.inference.predictor import Predictor
@@ -29,6 +29,9 @@ def score_cases(
     """Segment every case and compare with its reference, on the file's own grid.
 
     A case that fails is a failure in the result, scored like an empty prediction; it never stops the others.
+
+    Raises:
+        ModelError: If the model cannot do what is asked of it, whatever the case.
     """
     results = []
     for done, case in enumerate(cases, start=1):
@@ -60,6 +63,8 @@ def _score(
         check_same_grid(image, reference)
         metrics = case_metrics(predict(image, file), reference.array, reference.spacing, class_names)
         return CaseResult(case.id, case.patient, case.phase, metrics, None, **files)
+    except ModelError:
+        raise
     except RdvitError as error:
         metrics = missing_prediction_metrics(reference.array, reference.spacing, class_names)
         return CaseResult(case.id, case.patient, case.phase, metrics, str(error), **files)

@@ -34,7 +34,7 @@ class Prediction:
     Attributes:
         labels_XYZ: Label values as in ``class_names`` of the model, uint8 or uint16.
         loops: Loops that were asked for.
-        mean_steps: Mean number of loops over all tokens, halted ones counted until they halted.
+        mean_steps: Mean number of loops over all voxels, those of halted tokens counted until they halted.
         seconds: Time in preprocessing, network and postprocessing.
         steps_XYZ: Loops until the token of each voxel halted, float32; only with maps.
         entropy_XYZ: Entropy of the class probabilities in nats, float32; only with maps.
@@ -91,7 +91,10 @@ class Predictor:
         start = time.perf_counter()
         image_1XYZ, frame = prepare_image(volume, self.spacing, self.config.data.clip_percentiles)
         prepared = time.perf_counter()
-        output_CXYZ = self.run(image_1XYZ, loops, halting)
+        try:
+            output_CXYZ = self.run(image_1XYZ, loops, halting)
+        except RuntimeError as error:  # out of memory, most of all: this image's failure, not the program's
+            raise DataError(f"the network failed: {str(error).splitlines()[0]}", file=volume.path) from error
         ran = time.perf_counter()
         if not bool(torch.isfinite(output_CXYZ).all()):
             raise DataError("the network's output is not finite", file=volume.path, hint="try --precision fp32")

@@ -55,7 +55,8 @@ class Experts(nn.Module):
         with torch.autocast(x_ND.device.type, enabled=False):
             logits_NE = x_ND.float() @ self.router.weight.float().T
         probabilities_NE = logits_NE.softmax(-1)
-        chosen_Nk = (logits_NE + self.router_bias_E).topk(self.top_k, dim=-1).indices.sort(dim=-1).values  # their order is no matter
+        chosen_Nk = (logits_NE + self.router_bias_E).topk(self.top_k, dim=-1).indices
+        chosen_Nk = chosen_Nk.sort(dim=-1).values  # the order of the sum must not depend on the bias
         gates_Nk = probabilities_NE.gather(1, chosen_Nk)
         if self.top_k > 1:  # with one expert the renormalised gate would be 1 and the router would get no gradient
             gates_Nk = gates_Nk / gates_Nk.sum(-1, keepdim=True)

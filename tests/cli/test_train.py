@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -124,35 +124,67 @@ def test_resume_trains_on(rdvit: Rdvit, trained_run: Path, tmp_path: Path) -> No
     assert len((folder / "metrics.csv").read_text().splitlines()) == 4
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_sigterm_keeps_the_last_epoch(rdvit: Rdvit, phantom: Path, tiny_flags: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "stopped"
-    words = ["train", "--data", phantom, "--out", folder, "--runs", folder.parent, *tiny_flags, "--epochs", "1000"]
-    words += ["--set", "training.steps_per_epoch=10", "--set", "training.validate_every=1000"]
-    code = "from rdvit.cli.app import main; main()"
-    command = [sys.executable, "-c", code, *map(str, words)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # as in the other tests
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not (folder / "state.pt").exists() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            time.sleep(0.2)  # into the next epoch
-            process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
-    assert out == "" and "Traceback" not in err
-    assert "stopped by SIGTERM" in err and "--resume" in err
+# Stopped by a signal
+
+
+def long_training(phantom: Path, folder: Path, tiny_flags: list[str]) -> list[str]:
+    """The words of a training of minutes, in epochs of a fraction of a second."""
+    settings = ["--set", "training.steps_per_epoch=5", "--set", "training.validate_every=1000", "--epochs", "1000"]
+    return ["train", "--data", str(phantom), "--out", str(folder), "--runs", str(folder.parent), *tiny_flags, *settings]
+
+
+def terminate_in_the_second_epoch(folder: Path, pid: int, over: threading.Event) -> None:
+    """Send SIGTERM to a process soon after its run has saved the first epoch; give up when ``over`` is set."""
+    while not (folder / "state.pt").exists():
+        if over.wait(0.02):
+            return
+    os.kill(pid, signal.SIGTERM)
+
+
+def check_stopped(outcome: CompletedProcess[str], folder: Path) -> int:
+    """Exit code, message, and a folder in which all epochs that were done are whole; returns their number."""
+    assert outcome.returncode == 130, outcome.stderr
+    assert outcome.stdout == "" and "Traceback" not in outcome.stderr
+    assert "stopped by SIGTERM" in outcome.stderr and "--resume" in outcome.stderr
     assert not list(folder.glob(".tmp-*"))
     done = load_state(folder)["progress"]["epoch"]
     assert done >= 1 and len((folder / "metrics.csv").read_text().splitlines()) == 1 + done
+    return int(done)
 
+
+@pytest.mark.usefixtures("no_figures")
+def test_sigterm_keeps_what_was_done(rdvit: Rdvit, phantom: Path, tiny_flags: list[str], tmp_path: Path) -> None:
+    folder, over = tmp_path / "runs" / "stopped", threading.Event()
+    sender = threading.Thread(target=terminate_in_the_second_epoch, args=(folder, os.getpid(), over))
+    sender.start()
+    try:
+        outcome = rdvit(*long_training(phantom, folder, tiny_flags))
+    finally:
+        over.set()
+        sender.join()
+    done = check_stopped(outcome, folder)
     resumed = rdvit("train", "--resume", folder, "--epochs", str(done + 1), "--no-mlflow", "--runs", folder.parent, "--json")
     assert resumed.returncode == 0
     progress = json.loads(resumed.stdout)["run"]["progress"]
-    assert (progress["epoch"], progress["step"]) == (done + 1, 10 * (done + 1))
+    assert (progress["epoch"], progress["step"]) == (done + 1, 5 * (done + 1))
+
+
+@pytest.mark.slow
+def test_sigterm_to_a_process_of_its_own(phantom: Path, tiny_flags: list[str], tmp_path: Path) -> None:
+    folder, over = tmp_path / "runs" / "stopped", threading.Event()
+    words = [sys.executable, "-c", "from rdvit.cli.app import main; main()", *long_training(phantom, folder, tiny_flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # as in the other tests
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=environment, **pipes) as process:
+        sender = threading.Thread(target=terminate_in_the_second_epoch, args=(folder, process.pid, over))
+        sender.start()
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            over.set()
+            sender.join()
+            process.kill()
+    check_stopped(CompletedProcess(words, process.returncode, out, err), folder)
 
 
 # What the options mean

@@ -90,7 +90,8 @@ def test_mean_lv_ejection_fraction_of_the_acdc_groups() -> None:
 
 
 def test_cine_finds_the_phases_by_the_left_ventricle() -> None:
-    curve = [{"RV": 90.0, "LV": 110.0, "MYO": 100.0}, {"RV": 99.0, "LV": 120.0, "MYO": 100.0}, {"RV": 60.0, "LV": 48.0, "MYO": 99.0}]
+    frames = [(90.0, 110.0, 100.0), (99.0, 120.0, 100.0), (60.0, 48.0, 99.0)]
+    curve = [dict(zip(("RV", "LV", "MYO"), volumes, strict=True)) for volumes in frames]
     measures = cine_measures(curve)
     assert (measures["ED_frame"], measures["ES_frame"]) == (2, 3)
     assert measures["LV_EF_percent"] == pytest.approx(60.0)

@@ -77,9 +77,11 @@ def make_trainer(tmp_path_factory: pytest.TempPathFactory, phantom: Path, tiny_c
 
 
 @pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these trainings; test_run.py looks at the figures."""
-    monkeypatch.setattr(Trainer, "_save_figures", lambda self, name: None)
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the figures that would be made: drawing takes longer than these trainings, test_run.py looks at them."""
+    names: list[str] = []
+    monkeypatch.setattr(Trainer, "_save_figures", lambda self, name: names.append(name))
+    return names
 
 
 def rows_of(trainer: Trainer) -> list[dict[str, float]]:
@@ -167,6 +169,13 @@ def test_validations_come_when_due_and_at_the_end(tmp_path: Path, make_trainer: 
     trainer = make_trainer(tmp_path, Scores(0.5), epochs=5, steps_per_epoch=1, validate_every=2)
     trainer.fit()
     assert [row["epoch"] for row in trainer.history.rows if "val/dice" in row] == [1, 3, 4]
+
+
+def test_figures_come_at_each_nth_validation_and_at_the_end(
+    tmp_path: Path, make_trainer: MakeTrainer, figures: list[str]
+) -> None:
+    make_trainer(tmp_path, Scores(0.5), epochs=9, steps_per_epoch=1, validate_every=2, figures_every=2).fit()
+    assert figures == ["epoch0004", "epoch0008", "final"]  # the last validation, of epoch 9, is not due
 
 
 def test_patience_ends_a_training(tmp_path: Path, make_trainer: MakeTrainer) -> None:
