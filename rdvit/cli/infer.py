@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from rdvit.cli.console import check_output, console, error_line, print_json, print_table, progress_bar
-from rdvit.errors import DataError, RdvitError
+from rdvit.errors import ConfigError, DataError, RdvitError
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from rdvit.data.volume import Volume
     from rdvit.inference.predictor import Predictor
 
 
@@ -21,6 +25,9 @@ def infer(
     loops: Annotated[int | None, typer.Option(help="Number of loops; as trained where not given.")] = None,
     halting: Annotated[Literal["act", "none"] | None, typer.Option(help="Stop tokens by ACT, or run all loops.")] = None,
     frame: Annotated[int | None, typer.Option(help="Frame of a 4D file, from 1.")] = None,
+    all_frames: Annotated[
+        bool, typer.Option("--all-frames", help="All frames of 4D files: 4D masks, volume curve, EF.")
+    ] = False,
     maps: Annotated[bool, typer.Option("--maps", help="Write the halting map and the entropy map.")] = False,
     preview: Annotated[bool, typer.Option("--preview", help="Write a PNG with the slices and their contours.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
@@ -35,9 +42,13 @@ def infer(
     Raises:
         RdvitError: On wrong input. One bad case among several is reported and exit code 1 given.
     """
+    if frame is not None and all_frames:
+        raise ConfigError("expected --frame or --all-frames, found both")
     files = _files(inputs)
     targets = _targets(files, out)
+    wishes = Wishes(loops, halting, frame, all_frames, maps, preview, overwrite)
     ends = ["seg.nii.gz", *(["halting.nii.gz", "entropy.nii.gz"] if maps else []), *(["preview.png"] if preview else [])]
+    ends += ["volumes.csv"] if all_frames else []
     check_output(out, [_named(out / stem, end) for stem in targets.values() for end in ends], overwrite)
 
     from rdvit.checkpoint import find_model, load_model
@@ -54,7 +65,7 @@ def infer(
         for number, (file, stem) in enumerate(targets.items(), start=1):
             report(file.name, number - 1, len(targets))
             try:
-                done.append(_segment(predictor, file, out / stem, (loops, halting, frame), (maps, preview), overwrite))
+                done.append(_segment(predictor, file, out / stem, wishes))
             except RdvitError as error:
                 if len(targets) == 1:
                     raise
@@ -70,45 +81,83 @@ def infer(
         raise typer.Exit(1)
 
 
-def _segment(
-    predictor: Predictor,
-    file: Path,
-    target: Path,
-    how: tuple[int | None, Literal["act", "none"] | None, int | None],
-    extras: tuple[bool, bool],
-    overwrite: bool,
-) -> dict[str, Any]:
-    """Segment one file and write its results beside each other; returns what was written and measured."""
-    import nibabel as nib
+@dataclass(frozen=True)
+class Wishes:
+    """What the user wants of every file."""
 
-    from rdvit.data.volume import read_image
-    from rdvit.evaluation.cardiac import structure_volumes_ml
+    loops: int | None
+    halting: Literal["act", "none"] | None
+    frame: int | None
+    all_frames: bool
+    maps: bool
+    preview: bool
+    overwrite: bool
+
+
+def _segment(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> dict[str, Any]:
+    """Segment one file and write its results beside each other; returns what was written and measured."""
+    import numpy as np
+
+    from rdvit.data.volume import frame_count, read_image
+    from rdvit.evaluation.cardiac import cine_measures, structure_volumes_ml
     from rdvit.inference.writer import write_labels, write_map
 
-    (loops, halting, frame), (maps, preview) = how, extras
-    image = read_image(file, frame)
-    names = predictor.info.class_names
-    prediction = predictor(image, loops, halting, maps)
-    written = {"mask": write_labels(_named(target, "seg.nii.gz"), prediction.labels_XYZ, image, names, overwrite)}
-    if prediction.steps_XYZ is not None and prediction.entropy_XYZ is not None:
-        halting_file, entropy_file = _named(target, "halting.nii.gz"), _named(target, "entropy.nii.gz")
-        written["halting"] = write_map(halting_file, prediction.steps_XYZ, image, "loops until halt", overwrite)
-        written["entropy"] = write_map(entropy_file, prediction.entropy_XYZ, image, "entropy in nats", overwrite)
-    if preview:
-        from rdvit.analysis.figures import overlay_montage, save_figure
+    names, overwrite = predictor.info.class_names, wishes.overwrite
+    frames = list(range(1, frame_count(file) + 1)) if wishes.all_frames else [wishes.frame]
+    predictions, volumes_T = [], []
+    for number in frames:
+        image = read_image(file, number)
+        predictions.append(predictor(image, wishes.loops, wishes.halting, wishes.maps))
+        volumes_T.append(structure_volumes_ml(predictions[-1].labels_XYZ, image.spacing, names))
 
-        axcodes = nib.aff2axcodes(image.affine)
-        spacing, title = image.spacing[:2], file.name
-        figure = overlay_montage(image.array, prediction.labels_XYZ, names, spacing=spacing, title=title, axcodes=axcodes)
-        written["preview"] = save_figure(figure, _named(target, "preview.png"))
+    def joined(arrays: list[Any]) -> np.ndarray:
+        return np.stack(arrays, axis=-1) if len(arrays) > 1 else arrays[0]
+
+    labels = joined([p.labels_XYZ for p in predictions])
+    written = {"mask": write_labels(_named(target, "seg.nii.gz"), labels, image, names, overwrite)}
+    if wishes.maps:
+        steps, entropy = joined([p.steps_XYZ for p in predictions]), joined([p.entropy_XYZ for p in predictions])
+        written["halting"] = write_map(_named(target, "halting.nii.gz"), steps, image, "loops until halt", overwrite)
+        written["entropy"] = write_map(_named(target, "entropy.nii.gz"), entropy, image, "entropy in nats", overwrite)
+    result: dict[str, Any] = {"volumes_ml": volumes_T[0]}
+    shown = 0
+    if len(frames) > 1:
+        measures = cine_measures(volumes_T)
+        shown = int(measures.get("ED_frame", 1)) - 1
+        result = {"volumes_ml": volumes_T[shown], "volumes_per_frame_ml": volumes_T, "measures": measures}
+        written["volumes"] = _write_curve(_named(target, "volumes.csv"), volumes_T)
+    if wishes.preview:
+        image = read_image(file, frames[shown])
+        written["preview"] = _preview(image, predictions[shown].labels_XYZ, names, file, _named(target, "preview.png"))
     return {
         "file": str(file),
         **{kind: str(path) for kind, path in written.items()},
-        "volumes_ml": structure_volumes_ml(prediction.labels_XYZ, image.spacing, names),
-        "loops": prediction.loops,
-        "mean_loops": prediction.mean_steps,
-        "seconds": sum(prediction.seconds.values()),
+        **result,
+        "loops": predictions[0].loops,
+        "mean_loops": float(np.mean([p.mean_steps for p in predictions])),
+        "seconds": sum(sum(p.seconds.values()) for p in predictions),
     }
+
+
+def _preview(image: Volume, labels_XYZ: np.ndarray, names: dict[int, str], file: Path, path: Path) -> Path:
+    import nibabel as nib
+
+    from rdvit.analysis.figures import overlay_montage, save_figure
+
+    axcodes, spacing = nib.aff2axcodes(image.affine), image.spacing[:2]
+    figure = overlay_montage(image.array, labels_XYZ, names, spacing=spacing, title=file.name, axcodes=axcodes)
+    return save_figure(figure, path)
+
+
+def _write_curve(path: Path, volumes_T: list[dict[str, float]]) -> Path:
+    """Volumes in mL of every frame as CSV."""
+    from rdvit.atomic import atomic
+
+    lines = [",".join(["frame", *(f"{name}_ml" for name in volumes_T[0])])]
+    lines += [",".join([str(t), *(f"{v:.3f}" for v in volumes.values())]) for t, volumes in enumerate(volumes_T, start=1)]
+    with atomic(path) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
 
 
 def _files(inputs: list[Path]) -> list[Path]:
@@ -192,6 +241,8 @@ def _tell(done: list[dict[str, Any]], failures: list[dict[str, str]], class_name
     if rows:
         print_table(f"{len(done)} segmented, {len(failures)} failed", rows, dict.fromkeys(rows[0], 1))
     for case in done:
-        extra = [case[kind] for kind in ("halting", "entropy", "preview") if kind in case]
+        extra = [case[kind] for kind in ("halting", "entropy", "volumes", "preview") if kind in case]
         if extra:
             console().print("\n".join(extra))
+        if case.get("measures"):
+            print_table(f"{case['file']}, over {len(case['volumes_per_frame_ml'])} frames", [case["measures"]], digits={})

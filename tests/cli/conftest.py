@@ -14,6 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from rdvit.cli.app import main
+from rdvit.data.volume import read_image
 
 TINY_SETTINGS = (
     *("model.embed_dim=32", "model.num_heads=2", "model.stem_channels=4", "model.loops=2", "model.local_kernel=[3,3]"),
@@ -55,6 +56,13 @@ def _logging_as_it_was() -> Iterator[None]:
         ours.handlers[:], ours.propagate = handlers, propagate
         ours.setLevel(levels[0])
         nibabels.setLevel(levels[1])
+
+
+@pytest.fixture(scope="session")
+def phantom(phantom: Path) -> Path:
+    """The phantom, after the word on its spacing: it is said once per process, by whichever test happens to come first."""
+    read_image(phantom / "training" / "patient001" / "patient001_frame01.nii.gz")
+    return phantom
 
 
 @pytest.fixture(scope="session")

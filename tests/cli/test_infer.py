@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from nibabel.eulerangles import euler2mat
 
-from rdvit.data.volume import read_image
-
 Rdvit = Callable[..., CompletedProcess[str]]
 Segment = Callable[..., CompletedProcess[str]]
 
@@ -37,9 +35,7 @@ def segment(rdvit: Rdvit, tiny_model_folder: Path, tmp_path: Path) -> Segment:
 
 @pytest.fixture(scope="module")
 def image(phantom: Path) -> Path:
-    path = phantom / "training" / "patient001" / "patient001_frame01.nii.gz"
-    read_image(path)  # what there is to say of its spacing is said once per process, and so not in a test
-    return path
+    return phantom / "training" / "patient001" / "patient001_frame01.nii.gz"
 
 
 @pytest.fixture(scope="module")

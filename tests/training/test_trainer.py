@@ -26,7 +26,7 @@ from rdvit.inference.predictor import Predictor
 from rdvit.models.build import expert_layers
 from rdvit.training import trainer as trainer_module
 from rdvit.training.run import make_split
-from rdvit.training.schedule import learning_rate
+from rdvit.training.schedule import ema_decay, learning_rate
 from rdvit.training.tracking import NullTracker
 from rdvit.training.trainer import Interrupted, Trainer
 from rdvit.training.validation import Validation
@@ -125,6 +125,23 @@ def test_learning_rate_follows_the_epochs(tmp_path: Path, make_trainer: MakeTrai
     trainer.fit()
     expected = [learning_rate(done / 5, trainer.config.training) for done in range(5)]
     assert [row["lr"] for row in trainer.history.rows] == pytest.approx(expected)
+
+
+def test_averaged_weights_follow_their_schedule(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    passed: list[Tensor] = []
+
+    def remember(text: str, done: int, total: int) -> None:
+        if "loss" in text:
+            passed.append(trainer.model.module.decoder.out.conv.conv.weight.detach().clone())
+
+    trainer = make_trainer(tmp_path, Scores(0.5), epochs=1, steps_per_epoch=5, learning_rate=1e-2, report=remember)
+    trainer.fit()
+    expected = passed[0]
+    for update, weight in enumerate(passed[1:], start=2):
+        expected = expected.lerp(weight, 1 - ema_decay(update, trainer.config.training.ema_decay))
+    averaged = trainer.averaged.decoder.out.conv.conv.weight
+    assert torch.allclose(averaged, expected, atol=1e-6)
+    assert not torch.allclose(averaged, passed[-1], atol=1e-4)
 
 
 def test_router_biases_move_against_the_load(tmp_path: Path, make_trainer: MakeTrainer) -> None:
