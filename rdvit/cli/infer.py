@@ -104,6 +104,8 @@ def _segment(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
 
     names, overwrite = predictor.info.class_names, wishes.overwrite
     frames = list(range(1, frame_count(file) + 1)) if wishes.all_frames else [wishes.frame]
+    for end in ("seg.nii.gz", "halting.nii.gz", "entropy.nii.gz", "volumes.csv", "preview.png") if overwrite else ():
+        _named(target, end).unlink(missing_ok=True)  # if this case fails, no older result must pass for its own
     predictions, volumes_T = [], []
     for number in frames:
         image = read_image(file, number)

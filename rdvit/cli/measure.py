@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rdvit.cli.console import console
 from rdvit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,22 +36,20 @@ def measure(
         ConfigError: Neither SEG alone nor the pair --ed and --es was given, or --labels cannot be read.
         DataError: A file cannot be read as a label map.
     """
-    from rich.console import Console
-
     from rdvit.evaluation.cardiac import cardiac_measures
     from rdvit.evaluation.summary import to_json
 
-    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)  # a file name may hold brackets
+    target = console()
     names = None if labels is None else parse_labels(labels)
     if seg is not None and ed is None and es is None:
-        measured = _measure_file(seg, names, console)
-        _print_volumes(console, {seg.name: measured})
+        measured = _measure_file(seg, names, target)
+        _print_volumes(target, {seg.name: measured})
     elif seg is None and ed is not None and es is not None:
-        phases = {"ED": _measure_file(ed, names, console), "ES": _measure_file(es, names, console)}
+        phases = {"ED": _measure_file(ed, names, target), "ES": _measure_file(es, names, target)}
         measures = cardiac_measures(phases["ED"]["volumes_ml"], phases["ES"]["volumes_ml"])
         measured = {**phases, "measures": measures}
-        _print_volumes(console, phases)
-        _print_measures(console, measures)
+        _print_volumes(target, phases)
+        _print_measures(target, measures)
     else:
         raise ConfigError(
             "expected one segmentation, or both --ed and --es",
@@ -79,7 +78,7 @@ def parse_labels(text: str) -> dict[int, str]:
     return names
 
 
-def _measure_file(path: Path, names: dict[int, str] | None, console: Console) -> dict[str, Any]:
+def _measure_file(path: Path, names: dict[int, str] | None, target: Console) -> dict[str, Any]:
     """Spacing, class names and volumes of one file; a label value without a name is measured as "label N"."""
     import numpy as np
 
@@ -91,7 +90,7 @@ def _measure_file(path: Path, names: dict[int, str] | None, console: Console) ->
         names = _stored_class_names(volume)
     if names is None:
         names = ACDC_CLASS_NAMES
-        console.print(f"{path}: holds no class names, taking ACDC's 1=RV 2=MYO 3=LV (--labels sets others)")
+        target.print(f"{path}: holds no class names, taking ACDC's 1=RV 2=MYO 3=LV (--labels sets others)")
     unnamed = [int(value) for value in np.unique(volume.array) if value != 0 and int(value) not in names]
     names = {**names, **{value: f"label {value}" for value in unnamed}}
     return {
@@ -112,7 +111,7 @@ def _stored_class_names(volume: Volume) -> dict[int, str] | None:
     return {int(value): name for value, name in re.findall(r"(\d+)=(\S+)", description)} or None
 
 
-def _print_volumes(console: Console, files: dict[str, dict[str, Any]]) -> None:
+def _print_volumes(target: Console, files: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table("volume (mL)", *files)
@@ -121,20 +120,20 @@ def _print_volumes(console: Console, files: dict[str, dict[str, Any]]) -> None:
         table.add_row(name, *("-" if volume is None else f"{volume:.1f}" for volume in volumes))
     spacings = [" x ".join(f"{size:.4g}" for size in measured["spacing_mm"]) for measured in files.values()]
     table.add_row("voxel (mm)", *spacings, style="dim")
-    console.print(table)
+    target.print(table)
 
 
-def _print_measures(console: Console, measures: dict[str, float]) -> None:
+def _print_measures(target: Console, measures: dict[str, float]) -> None:
     from rich.table import Table
 
     if not measures:
-        console.print("no structure is named LV, RV or MYO, so there is no ejection fraction (name them with --labels)")
+        target.print("no structure is named LV, RV or MYO, so there is no ejection fraction (name them with --labels)")
         return
     table = Table("measure", "value")
     for name, value in measures.items():
         quantity, unit = name.rsplit("_", 1)
         unit = {"ml": "mL", "percent": "%"}.get(unit, unit)
         table.add_row(quantity.replace("_", " "), f"{value:.1f} {unit}")
-    console.print(table)
+    target.print(table)
     if any(value < 0 for name, value in measures.items() if name.endswith("EF_percent")):
-        console.print("an ejection fraction is negative: were --ed and --es swapped?")
+        target.print("an ejection fraction is negative: were --ed and --es swapped?")

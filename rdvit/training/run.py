@@ -129,8 +129,9 @@ def resume_run(
     record = json.loads((folder / "split.json").read_text(encoding="utf-8"))
     fold = int(record["train"][4:-6]) if record["train"].startswith("fold") else 0
     split = make_split(data or Path(record["data"]), fold, record["fraction"])
-    if split.record["train_digest"] != record["train_digest"]:
-        raise DataError("the training cases differ from those the run began with", file=folder / "split.json")
+    for part in ("train", "validation"):
+        if split.record[f"{part}_digest"] != record[f"{part}_digest"]:
+            raise DataError(f"the {part} cases differ from those the run began with", file=folder / "split.json")
     _write(folder / "config.yaml", config.to_yaml())
     return _run(config, split, folder, make_tracker(runs, enabled=track), report, resume=True)
 

@@ -23,7 +23,6 @@ from rdvit.atomic import atomic
 from rdvit.errors import DataError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
@@ -130,9 +129,6 @@ class NullTracker:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Logs the measures of one step (an epoch); NaN and infinity are left out, as MLflow garbles them."""
-
-    def log_figure(self, figure: Figure, file: str) -> None:
-        """Stores a matplotlib figure as an artifact, e.g. `figures/preview_epoch010.png`."""
 
     def log_text(self, text: str, file: str) -> None:
         """Stores a text as an artifact, e.g. the resolved `config.yaml`."""
@@ -261,10 +257,6 @@ class Tracker(NullTracker):
         now_ms = int(time.time() * 1000)
         finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
         self._client.log_batch(self.run_id, [Metric(_name(key), value, now_ms, step) for key, value in finite.items()])
-
-    @_never_fails
-    def log_figure(self, figure: Figure, file: str) -> None:
-        self._client.log_figure(self.run_id, figure, file)
 
     @_never_fails
     def log_text(self, text: str, file: str) -> None:

@@ -125,16 +125,18 @@ class Trainer:
             Interrupted: On SIGINT or SIGTERM, after the step that was running.
         """
         with _stop_signals() as stop:
-            while not self.finished():
-                self._epoch(stop)
+            finished = self.finished()
+            while not finished:
+                finished = self._epoch(stop)
         self._save_figures("final")
         return self.progress
 
     def finished(self) -> bool:
         """Whether the epochs, the minutes (less those of a last validation) or the patience are used up."""
         training, progress = self.config.training, self.progress
-        patient = training.patience is None or progress.validations_without_gain < training.patience
-        return not patient or self._last_epoch_done()
+        out_of_patience = training.patience is not None and progress.validations_without_gain >= training.patience
+        out_of_epochs = training.epochs is not None and progress.epoch >= training.epochs
+        return out_of_patience or out_of_epochs or self._out_of_time()
 
     def share_done(self) -> float:
         """Share of the training that is done, 0 to 1: of the epochs, or of the minutes where there are no epochs."""
@@ -143,11 +145,8 @@ class Trainer:
             return min(self.progress.step / (training.epochs * training.steps_per_epoch), 1.0)
         return min(self._seconds() / max(self._time_budget(), 1e-9), 1.0)
 
-    def _last_epoch_done(self) -> bool:
-        training = self.config.training
-        if training.epochs is not None and self.progress.epoch >= training.epochs:
-            return True
-        return training.max_minutes is not None and self._seconds() >= self._time_budget()
+    def _out_of_time(self) -> bool:
+        return self._seconds() >= self._time_budget()
 
     def _time_budget(self) -> float:
         """Seconds for training: what ``max_minutes`` leaves after one more validation."""
@@ -159,23 +158,29 @@ class Trainer:
 
     _epoch_start: float = 0.0
 
-    def _epoch(self, stop: Sequence[int]) -> None:
-        """Train for an epoch, validate if due, write everything down."""
+    def _epoch(self, stop: Sequence[int]) -> bool:
+        """Train for an epoch, validate if due or if it is the last, write everything down; whether it was the last."""
         self._epoch_start = time.monotonic()
         epoch, training = self.progress.epoch, self.config.training
         row = {"epoch": epoch, **self._train(stop), "lr": self.optimizer.param_groups[0]["lr"]}
         self.progress.epoch += 1
-        if self.progress.epoch % training.validate_every == 0 or self._last_epoch_done():
+        last = self.finished()
+        if last or self.progress.epoch % training.validate_every == 0:
             row.update(self._validate())
+            last = last or self.finished()
         self.progress.seconds, self._epoch_start = self._seconds(), 0.0
         row["seconds"] = self.progress.seconds
         self.history.append(row)
         if self.fabric.global_rank == 0:
             self.tracker.log_metrics({k: v for k, v in row.items() if k != "epoch"}, step=epoch)
             save_state(self.folder, self._state())
+        return last
 
     def _train(self, stop: Sequence[int]) -> dict[str, float]:
-        """The steps of one epoch; mean loss parts, and the share of the time spent outside the data loading."""
+        """The steps of one epoch; mean loss parts, and the share of the time spent outside the data loading.
+
+        Where the minutes alone plan the training, the epoch ends with them.
+        """
         self.model.train()
         sums: dict[str, float] = {}
         start = waiting = time.perf_counter()
@@ -188,13 +193,15 @@ class Trainer:
             data_seconds += time.perf_counter() - waiting
             parts = self._step(batch)
             for name, value in parts.items():
-                sums[name] = sums.get(name, 0.0) + value / total
+                sums[name] = sums.get(name, 0.0) + value
             if stop:
                 raise Interrupted(signal.Signals(stop[0]).name)
             self.report(f"epoch {self.progress.epoch + 1}  loss {parts['loss']:.3f}", done, total)
             waiting = time.perf_counter()
+            if self.config.training.epochs is None and self._out_of_time():
+                break
         share = 1 - data_seconds / (time.perf_counter() - start)
-        return {f"train/{name}": value for name, value in sums.items()} | {"train/network_share": share}
+        return {f"train/{name}": value / done for name, value in sums.items()} | {"train/network_share": share}
 
     def _step(self, batch: dict[str, Any]) -> dict[str, float]:
         """One optimiser step."""
@@ -276,8 +283,7 @@ class Trainer:
             return
         figures = self.validation.figures(self._predictor()) | {"curves": training_curves(self.history.rows)}
         for kind, figure in figures.items():
-            save_figure(figure, self.folder / "figures" / f"{kind}_{name}.png")
-            self.tracker.log_figure(figure, f"figures/{kind}_{name}.png")
+            self.tracker.log_artifact(save_figure(figure, self.folder / "figures" / f"{kind}_{name}.png"), "figures")
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -292,3 +292,41 @@ def test_debug_shows_where(rdvit: Rdvit, tiny_model_folder: Path, tmp_path: Path
     outcome = rdvit("--debug", "infer", tmp_path / "absent.nii", "--model", tiny_model_folder, "--out", tmp_path / "out")
     assert outcome.returncode == 2 and outcome.stdout == ""
     assert "Traceback" in outcome.stderr and "read_image" in outcome.stderr
+
+
+def test_all_frames_give_a_4d_mask_a_volume_curve_and_measures(segment: Segment, cine: Path, tmp_path: Path) -> None:
+    done = segment(cine, "--all-frames", "--maps", "--preview", "--json")
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(done.stdout)["cases"]
+    source, mask = nib.load(cine), nib.load(case["mask"])
+    assert mask.shape == source.shape
+    for field in GEOMETRY:
+        np.testing.assert_array_equal(mask.header[field], source.header[field], err_msg=field)
+    assert nib.load(case["halting"]).shape == nib.load(case["entropy"]).shape == source.shape
+
+    # Each frame is what --frame K gives, and the curve holds its volumes.
+    third = segment(cine, "--frame", "3", "--out", tmp_path / "third", "--json")
+    (single,) = json.loads(third.stdout)["cases"]
+    np.testing.assert_array_equal(data_of(Path(case["mask"]))[..., 2], data_of(Path(single["mask"])))
+    assert case["volumes_per_frame_ml"][2] == single["volumes_ml"]
+    rows = Path(case["volumes"]).read_text().splitlines()
+    assert rows[0] == "frame,RV_ml,MYO_ml,LV_ml" and len(rows) == source.shape[3] + 1
+
+    curve = [volumes["LV"] for volumes in case["volumes_per_frame_ml"]]
+    assert curve[case["measures"]["ED_frame"] - 1] == max(curve)
+    assert curve[case["measures"]["ES_frame"] - 1] == min(curve)
+    assert case["measures"]["LV_EDV_ml"] == max(curve)
+
+
+def test_a_frame_and_all_frames_contradict_each_other(segment: Segment, cine: Path) -> None:
+    done = segment(cine, "--all-frames", "--frame", "2")
+    assert done.returncode == 2 and "--all-frames" in done.stderr and done.stdout == ""
+
+
+def test_a_case_that_fails_leaves_no_older_result_behind(segment: Segment, image: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.nii.gz"
+    shutil.copy(image, again)
+    assert segment(again).returncode == 0
+    again.write_bytes(b"")
+    assert segment(again, "--overwrite").returncode == 2
+    assert not (tmp_path / "out" / "again_seg.nii.gz").exists()

@@ -236,14 +236,15 @@ def test_resume_of_nothing(tmp_path: Path) -> None:
         resume_run(tmp_path, {}, None, tmp_path, track=False, report=silent)
 
 
-def test_resume_with_other_data_is_refused(finished: FinishedRun, phantom: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_resume_with_other_data_is_refused(finished: FinishedRun, phantom: Path, tmp_path: Path, part: str) -> None:
     other = tmp_path / "other"
     shutil.copytree(phantom, other)
-    patient = json.loads((finished.folder / "split.json").read_text())["train_patients"][0]
+    patient = json.loads((finished.folder / "split.json").read_text())[f"{part}_patients"][0]
     image = next(path for path in (other / "training" / patient).glob("*_frame01.nii.gz"))
     image.write_bytes(image.read_bytes() + b"\0")
     before = (finished.folder / "config.yaml").read_bytes()
-    with pytest.raises(DataError, match="training cases differ"):
+    with pytest.raises(DataError, match=f"the {part} cases differ"):
         resume_run(finished.folder, {"training": {"epochs": 3}}, other, finished.runs, track=False, report=silent)
     assert (finished.folder / "config.yaml").read_bytes() == before
 
