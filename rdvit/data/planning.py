@@ -12,8 +12,8 @@ from rdvit.data.volume import canonical_geometry
 from rdvit.errors import ConfigError
 
 ANISOTROPIC = 2.5  # slices this many times as thick as a pixel keep their own axis out of patches
-MAX_CROP = 128  # pixels; a heart is less than 150 mm wide
-MAX_CROP_ISOTROPIC = 96
+MAX_CROP_2D = 128  # pixels; a heart is less than 150 mm wide
+MAX_CROP_3D = 96  # attention over a volume grows with the fourth power of this
 SLICES_PER_CROP = 8
 
 
@@ -21,7 +21,7 @@ def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -
     """A configuration without ``auto``.
 
     The working spacing is the median in-plane spacing, or the images' own where they all agree. Thick slices (ACDC: 10 mm
-    at 1.5 mm pixels) get patches of 8 x 8 x 1 and crops of at most 128 x 128 x 8; nearly isotropic volumes patches of
+    at 1.5 mm pixels) get patches of 8 x 8 x 1 and crops of at most 96 x 96 x 8; nearly isotropic volumes patches of
     4 x 4 x 4 and crops of at most 96 per axis. Crops are whole patches, as many as cover the median volume.
 
     Args:
@@ -49,7 +49,10 @@ def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -
         patch = (8, 8) if model.spatial_dims == 2 else (8, 8, 1) if thick else (4, 4, 4)
     crop = data.crop_size
     if crop == "auto":
-        limits = [MAX_CROP] * 2 + [SLICES_PER_CROP] if thick or model.spatial_dims == 2 else [MAX_CROP_ISOTROPIC] * 3
+        if model.spatial_dims == 2:
+            limits = [MAX_CROP_2D] * 2
+        else:
+            limits = [MAX_CROP_3D, MAX_CROP_3D, SLICES_PER_CROP if thick else MAX_CROP_3D]
         crop = tuple(
             min(max(1, limit // p), int(np.ceil(n / p))) * p
             for n, p, limit in zip(size[: model.spatial_dims], patch, limits, strict=False)

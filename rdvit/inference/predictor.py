@@ -21,10 +21,9 @@ from rdvit.models.segmenter import Halting, Segmenter, crop
 
 SLICES_PER_BATCH = 4
 OVERLAP = 0.5
-WINDOW_IN_PLANE, WINDOW_SLICES = (
-    256,
-    20,
-)  # larger volumes are tiled; attention over a window's tokens grows with their square
+# Larger volumes are tiled: attention over a window grows with the square of its tokens, and windows much larger than the
+# training crops would spread it over many more tokens than it has learned from.
+WINDOW_IN_PLANE, WINDOW_SLICES = 160, 20
 
 
 @dataclass(frozen=True, eq=False)
