@@ -9,9 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rdvit.models.feedforward import FeedForward, swiglu
+
+
+ROWS = 128  # token counts are rounded up to whole multiples of this where they vary from step to step
 
 
 class Routing(NamedTuple):
@@ -69,7 +73,7 @@ class Experts(nn.Module):
         order = chosen_Nk.flatten().argsort(stable=True)  # token-expert pairs, expert by expert
         counts = torch.bincount(chosen_Nk.flatten(), minlength=self.num_experts).tolist()
         chunks = x_ND[order // self.top_k].split(counts)
-        sorted_out = torch.cat([swiglu(c, self.w_in[e], self.w_out[e]) for e, c in enumerate(chunks) if len(c)])
+        sorted_out = torch.cat([self._expert(e, chunk) for e, chunk in enumerate(chunks) if len(chunk)])
         pairs = torch.empty_like(sorted_out).index_copy(0, order, sorted_out).view(*gates_Nk.shape, -1)
         y_ND = (gates_Nk[..., None].to(pairs.dtype) * pairs).sum(1)
         if self.shared is not None:
@@ -77,6 +81,11 @@ class Experts(nn.Module):
         gates_NE = torch.zeros_like(probabilities_NE).scatter(1, chosen_Nk, gates_Nk)
         batch = x_BMD.shape[:2]
         return y_ND.view_as(x_BMD), Routing(probabilities_NE.view(*batch, -1), gates_NE.view(*batch, -1))
+
+    def _expert(self, e: int, x_MD: Tensor) -> Tensor:
+        """Expert e on its tokens, filled up to whole ``ROWS``: a CPU compiles a product for every new number of rows."""
+        padded = F.pad(x_MD, (0, 0, 0, -len(x_MD) % ROWS))
+        return swiglu(padded, self.w_in[e], self.w_out[e])[: len(x_MD)]
 
     @torch.no_grad()
     def balance(self, load_E: Tensor, rate: float) -> None:

@@ -21,7 +21,7 @@ from rdvit.errors import ModelError
 from rdvit.models.attention import gather_tokens
 from rdvit.models.block import Block, KeysValues, Selection, layer_norm
 from rdvit.models.depth import DepthLoRA, loop_embedding
-from rdvit.models.experts import Routing, switch_loss
+from rdvit.models.experts import ROWS, Routing, switch_loss
 from rdvit.models.injection import LTIInjection
 from rdvit.models.readout import HaltingHead, HaltingState
 
@@ -195,6 +195,7 @@ def _select(halting: HaltingState, skip: bool) -> Selection:
     if not skip:
         return Selection(halted_BN, None)
     most = int((~halted_BN).sum(1).max())  # the one synchronisation that a gather needs
+    most = min(-(-most // ROWS) * ROWS, halted_BN.shape[1])
     if most == halted_BN.shape[1]:
         return Selection(halted_BN, None)
     order_BN = halted_BN.to(torch.uint8).argsort(dim=1, stable=True)  # active tokens first, in grid order
