@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from rdvit.config import ModelConfig
 from rdvit.errors import ModelError
+from rdvit.models.bank import ExpertBank
 from rdvit.models.block import Block, layer_norm
 from rdvit.models.depth import DepthLoRA
-from rdvit.models.readout import HaltingHead
+from rdvit.models.readout import HaltingHead, SoftReadout
 from rdvit.models.recurrence import LoopRecord, Recurrence
 
 
@@ -215,5 +216,5 @@ def _init_weights(module: nn.Module) -> None:
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-    if isinstance(module, DepthLoRA | HaltingHead):  # after their own linears: zero effect, chosen bias
+    if isinstance(module, DepthLoRA | HaltingHead | SoftReadout | ExpertBank):  # after their own linears: starts of their own
         module.reset_parameters()
