@@ -104,7 +104,7 @@ class Recurrence(nn.Module):
             loops: Number of loops, at least 1.
             halts_B: For each image 1 if its tokens halt by ACT, 0 if they all run to the end; None switches halting off.
             skip: Leave halted tokens out of the computation (evaluation) instead of masking them (training).
-            keep_states: Return the states of all loops.
+            keep_states: Return the states of all loops that were run.
 
         Raises:
             ModelError: If the loops are fewer than 1 or more than an unshared stack has blocks, or if halting is asked of
@@ -152,7 +152,7 @@ class Recurrence(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and t >= without):
             yield
         if t == without - 1:
-            torch.clear_autocast_cache()  # its casts of the weights know no gradient, and the next loop would take them
+            torch.clear_autocast_cache()  # before PyTorch 2.10 it keeps casts without gradient (pytorch/pytorch#65766)
 
     def _check(self, loops: int, halts_B: Tensor | None) -> None:
         if loops < 1:
