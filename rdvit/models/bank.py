@@ -26,8 +26,9 @@ class ExpertBank(nn.Module):
     """SwiGLU feed-forward whose weights are a convex combination of E experts, with coefficients that the depth sets.
 
     All experts start from one draw plus small noise of their own: the average of independent draws would be smaller by
-    sqrt(E). In evaluation without gradient the merged weights are kept for each loop; ``train()``, ``eval()``, a new number
-    of loops, and any change of a parameter drop them, except one made behind autograd's back through ``parameter.data``.
+    sqrt(E). In evaluation without gradient the merged weights are kept for each loop. ``train()``, ``eval()``, a pass with
+    gradient, another number of loops and a change of a parameter drop them; of a change that PyTorch does not count, through
+    ``parameter.data``, tell the bank by ``eval()``.
 
     Args:
         embed_dim: Token width D.
@@ -76,6 +77,7 @@ class ExpertBank(nn.Module):
     def forward(self, x: Tensor, k: int, loops: int) -> Tensor:
         """Map tokens (..., D) to (..., D) as loop ``k`` of ``loops`` does."""
         if self.training or torch.is_grad_enabled() or self.w_in.is_inference():  # inference tensors do not count changes
+            self._merged = {}  # nor does PyTorch count those by a fused optimiser, which may be next
             return swiglu(x, *self.merge(k, loops))
         state = (loops, *((p._version, p.data_ptr(), p.dtype) for p in self.parameters()))
         if state != self._merged_for:
