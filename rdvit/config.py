@@ -132,6 +132,8 @@ class ModelConfig(Section):
             raise ValueError(
                 "backprop_loops needs shared_block true and injection lti: otherwise the layers before the cut learn nothing"
             )
+        if self.backprop_loops == 1 and self.halting == "act":
+            raise ValueError("backprop_loops 1 teaches no halting: the last loop takes what is left; use 2 or more, or null")
 
 
 class AugmentConfig(Section):

@@ -156,6 +156,7 @@ def test_values_of_the_wrong_kind_are_refused_with_key_and_value(setting: str, k
         ],
         *[("model.readout=soft", "contradicts halting act"), ("model={experts: {}, bank: {}}", "bank and experts are both")],
         ("model={shared_block: false, bank: {}}", "bank is shared by all depths"),
+        ("model.backprop_loops=1", "teaches no halting"),
         *[(f"model={{backprop_loops: 2, {other}}}", "learn nothing") for other in ("injection: none", "shared_block: false")],
     ],
 )

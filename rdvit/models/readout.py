@@ -102,13 +102,11 @@ class SoftReadout(nn.Module):
 
     def forward(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The mixture (B, N, D) of R states, and its weights (B, N, R), which are float32 also under autocast."""
-        if len(states) == 1:
-            return states[0], torch.ones(*states[0].shape[:2], 1, device=states[0].device)
         with torch.autocast(states[0].device.type, enabled=False):
             width, scale_D = states[0].shape[-1:], self.norm.weight.float()
             normed = [F.layer_norm(z_BND.float(), width, scale_D, eps=self.norm.eps) for z_BND in states]
             scores_BNR = torch.stack([x_BND @ self.score.weight[0].float() for x_BND in normed], dim=-1)
-            last_1 = self.last_offset.float() + math.log(9 * (len(states) - 1))
+            last_1 = self.last_offset.float() + math.log(9 * max(len(states) - 1, 1))
             scores_BNR = torch.cat([scores_BNR[..., :-1], scores_BNR[..., -1:] + last_1], dim=-1)
         weights_BNR = scores_BNR.softmax(-1)
         parts = [w_BN[..., None].to(z.dtype) * z for w_BN, z in zip(weights_BNR.unbind(-1), states, strict=True)]
