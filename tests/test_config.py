@@ -38,8 +38,9 @@ def test_shipped_presets_resolve_to_what_they_are(dim: str, preset: str) -> None
     assert model.loops == (12 if preset == "bvit" else 6)
 
 
-def test_stacked_baseline_is_trained_at_one_depth() -> None:
-    assert resolve_config("2d", "vit").training.loop_sampling.kind == "fixed"
+def test_stack_and_bvit_are_trained_at_one_depth_and_elastic_systems_at_many() -> None:
+    kinds = {preset: resolve_config("2d", preset).training.loop_sampling.kind for preset in PRESETS}
+    assert {preset for preset, kind in kinds.items() if kind == "fixed"} == {"vit", "bvit"}
 
 
 def test_every_shipped_file_is_used() -> None:

@@ -36,15 +36,11 @@ class ExpertBank(nn.Module):
         config: Number of experts E, noise, and the size of the depth MLP g.
     """
 
-    frequencies_F: Tensor
-
     def __init__(self, embed_dim: int, hidden_dim: int, config: BankConfig) -> None:
         super().__init__()
-        self.noise = config.noise
+        self.noise, self.frequencies = config.noise, config.frequencies
         self.w_in = nn.Parameter(torch.empty(config.num_experts, 2 * hidden_dim, embed_dim))
         self.w_out = nn.Parameter(torch.empty(config.num_experts, embed_dim, hidden_dim))
-        frequencies_F = math.pi * 2.0 ** torch.arange(config.frequencies)
-        self.register_buffer("frequencies_F", frequencies_F, persistent=False)
         self.router = nn.Sequential(
             nn.Linear(2 * config.frequencies, config.router_dim), nn.SiLU(), nn.Linear(config.router_dim, config.num_experts)
         )
@@ -65,7 +61,8 @@ class ExpertBank(nn.Module):
     def coefficients(self, k: int, loops: int) -> Tensor:
         """Coefficients (E,) of loop ``k`` of ``loops``, at least 0 and of sum 1; in float32 under any autocast."""
         with torch.autocast(self.w_in.device.type, enabled=False):
-            angles_F = depth_coordinate(k, loops) * self.frequencies_F
+            octaves_F = 2.0 ** torch.arange(self.frequencies, device=self.w_in.device)
+            angles_F = math.pi * depth_coordinate(k, loops) * octaves_F
             features = torch.cat([angles_F.sin(), angles_F.cos()])
             return self.router(features.to(self.w_in.dtype)).float().softmax(-1)
 

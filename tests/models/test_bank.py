@@ -119,6 +119,7 @@ def test_experts_start_from_one_draw(small_config: ConfigMaker) -> None:
         assert weight.mean(0).std().item() == pytest.approx(0.02, rel=0.05)
         assert (weight - weight.mean(0)).std().item() == pytest.approx(0.002, rel=0.15)
     assert bank.coefficients(1, 4).max() < 0.5
+    assert float(bank.router[-1].state_dict()["weight"].std()) > 0.05  # not the 0.02 of the network's other layers
     same = make(noise=0.0)
     assert torch.equal(same.w_in[0], same.w_in[3])
 

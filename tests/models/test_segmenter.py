@@ -141,6 +141,18 @@ def test_halted_tokens_are_skipped_where_no_gradient_is_asked_for(small_config: 
         assert model(image(24, 16), return_record=True)[1].loops == 1
 
 
+def test_a_fresh_soft_mixture_reads_nine_tenths_from_the_last_state(small_config: ConfigMaker) -> None:
+    """Also after the network's own initialisation, at any number of loops; the states are all computed."""
+    model = Segmenter(small_config(halting="none", readout="soft"))
+    for loops in (2, 4, 7):
+        _, record = model(image(24, 16), loops, return_record=True)
+        assert record.weights_BNT is not None
+        assert record.weights_BNT.shape == (2, 6, loops)
+        torch.testing.assert_close(record.weights_BNT[..., -1], torch.full((2, 6), 0.9))
+    with pytest.raises(ModelError, match="without a halting head"):
+        model(image(24, 16), halting="act")
+
+
 @pytest.mark.parametrize("halting", ["act", "none", torch.tensor([1, 0])])
 def test_early_states_are_decoded_as_a_shorter_run_is(small_config: ConfigMaker, randomize: Randomize, halting: Any) -> None:
     """By the same coda, norm and decoder; the last logits are those of the read-out, unchanged."""
