@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rdvit.errors import ConfigError
 
-PRESETS = ("vit", "rdvit", "rdvit-moe")
+PRESETS = ("vit", "bvit", "rdvit", "rdvit-moe", "revit", "softmor")
 Ints = tuple[int, ...]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -42,10 +42,25 @@ class ExpertsConfig(Section):
         return self
 
 
-class ModelConfig(Section):
-    """The network. ``patch_size`` is the stride of a token per axis; ``auto`` is settled from the data."""
+class BankConfig(Section):
+    """Bank of feed-forwards of the recurrent block, mixed in weight space by depth (reViT)."""
 
-    preset: Literal["vit", "rdvit", "rdvit-moe"] = "rdvit"
+    num_experts: int = Field(8, ge=1)
+    noise: float = Field(
+        0.1, ge=0, description="spread of the experts around their common start, as a share of the start's own"
+    )
+    frequencies: int = Field(4, ge=1, description="Fourier features of the depth coordinate: this many octaves")
+    router_dim: int = Field(32, ge=1, description="hidden width of the MLP from depth to coefficients")
+
+
+class ModelConfig(Section):
+    """The network. ``patch_size`` is the stride of a token per axis; ``auto`` is settled from the data.
+
+    What is read from the loop is decided by ``halting`` first: images that halt by ACT give its weighted sum. ``readout``
+    is for the others, which run all their loops: the last state, or a soft mixture of all states (SoftMoR).
+    """
+
+    preset: Literal["vit", "bvit", "rdvit", "rdvit-moe", "revit", "softmor"] = "rdvit"
     spatial_dims: Literal[2, 3] = 2
     in_channels: int = Field(1, ge=1)
     out_channels: int = Field(4, ge=2)
@@ -74,8 +89,17 @@ class ModelConfig(Section):
     halting: Literal["act", "none"] = "act"
     halting_bias: float = -1.0
     halting_epsilon: float = Field(0.01, gt=0, lt=0.5)
+    readout: Literal["last", "soft"] = Field("last", description="what tokens that run all loops are read from")
+    solver: Literal["euler", "midpoint", "rk4"] = Field(
+        "euler", description="of dz/dt = F(z) - z with F one loop; a loop then costs 1, 2 or 4 evaluations of the block"
+    )
+    step_size: float = Field(1.0, gt=0, le=2, description="of the solver; euler at 1 is the plain loop, bit for bit")
     experts: ExpertsConfig | None = None
+    bank: BankConfig | None = None
     checkpoint_loops: bool = False
+    backprop_loops: int | None = Field(
+        None, ge=1, description="gradient through the last so many loops only; the earlier ones run without. null: through all"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -93,7 +117,23 @@ class ModelConfig(Section):
             raise ValueError(f"local_kernel {self.local_kernel} must be odd, so that it has a centre")
         if self.loop_embedding and (self.embed_dim // 8 < 2 or (self.embed_dim // 8) % 2):
             raise ValueError(f"embed_dim {self.embed_dim}: the loop embedding needs embed_dim // 8 even and at least 2")
+        self._check_system()
         return self
+
+    def _check_system(self) -> None:
+        """Parts of the loop that cannot go together."""
+        if self.readout == "soft" and self.halting == "act":
+            raise ValueError("readout soft mixes the states of all loops and contradicts halting act; use halting none")
+        if self.bank is not None and self.experts is not None:
+            raise ValueError("bank and experts are both the block's feed-forward; set one of them to null")
+        if self.bank is not None and not self.shared_block:
+            raise ValueError("a bank is shared by all depths and needs shared_block true")
+        if self.backprop_loops is not None and (self.injection == "none" or not self.shared_block):
+            raise ValueError(
+                "backprop_loops needs shared_block true and injection lti: otherwise the layers before the cut learn nothing"
+            )
+        if self.backprop_loops == 1 and self.halting == "act":
+            raise ValueError("backprop_loops 1 teaches no halting: the last loop takes what is left; use 2 or more, or null")
 
 
 class AugmentConfig(Section):
@@ -163,6 +203,10 @@ class TrainingConfig(Section):
     halting_share: Share = Field(
         0.5, description="share of training samples that halt by ACT; the others run all loops and use the last state"
     )
+    supervision: Literal["final", "stagewise"] = Field(
+        "final", description="stagewise: the loops in stages, decoded after each by the same layers; mean loss over the stages"
+    )
+    stages: int = Field(4, ge=1, description="of stagewise supervision; fewer where a step has fewer loops")
     loss: LossConfig = LossConfig()
     validate_every: int = Field(5, ge=1)
     figures_every: int = Field(5, ge=1, description="figures at each n-th validation, and at the end")
@@ -184,6 +228,12 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.model.backprop_loops is not None and self.training.supervision == "stagewise":
+            raise ValueError("model.backprop_loops cuts the gradient of the early stages; use supervision final, or null loops")
+        return self
 
     def to_yaml(self) -> str:
         """The configuration as YAML; :func:`load_config` reads it back to an equal object."""

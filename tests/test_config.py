@@ -28,14 +28,19 @@ def test_shipped_presets_resolve_to_what_they_are(dim: str, preset: str) -> None
     assert model.preset == preset
     assert model.spatial_dims == int(dim[0])
     assert (model.experts is not None) == (preset == "rdvit-moe")
-    recurrent = preset != "vit"
-    assert model.shared_block == recurrent
-    assert (model.injection, model.halting) == (("lti", "act") if recurrent else ("none", "none"))
-    assert bool(model.lora_rank) == model.loop_embedding == recurrent
+    assert (model.bank is not None) == (preset == "revit")
+    assert model.readout == ("soft" if preset == "softmor" else "last")
+    assert model.shared_block == (preset != "vit")
+    with_add_ons = preset in ("rdvit", "rdvit-moe")
+    assert (model.injection, model.halting) == (("lti", "act") if with_add_ons else ("none", "none"))
+    assert bool(model.lora_rank) == model.loop_embedding == with_add_ons
+    assert (model.solver, model.step_size) == ("euler", 1.0)
+    assert model.loops == (12 if preset == "bvit" else 6)
 
 
-def test_stacked_baseline_is_trained_at_one_depth() -> None:
-    assert resolve_config("2d", "vit").training.loop_sampling.kind == "fixed"
+def test_stack_and_bvit_are_trained_at_one_depth_and_elastic_systems_at_many() -> None:
+    kinds = {preset: resolve_config("2d", preset).training.loop_sampling.kind for preset in PRESETS}
+    assert {preset for preset, kind in kinds.items() if kind == "fixed"} == {"vit", "bvit"}
 
 
 def test_every_shipped_file_is_used() -> None:
@@ -122,6 +127,10 @@ def test_an_unknown_key_like_no_other_is_refused_without_a_guess() -> None:
         *[("model.stem=resnet", "model.stem", "'resnet'"), ("model.patch_size=big", "model.patch_size", "'big'")],
         *[("training.loss=3", "training.loss", "3"), ("data.foreground_share=1.5", "data.foreground_share", "1.5")],
         *[("training.epochs=[1]", "training.epochs", r"\[1\]"), ("model.preset=bert", "model.preset", "'bert'")],
+        *[("model.solver=rk5", "model.solver", "'rk5'"), ("model.step_size=0", "model.step_size", "0")],
+        *[("model.readout=mean", "model.readout", "'mean'"), ("model.backprop_loops=0", "model.backprop_loops", "0")],
+        ("model.bank={num_experts: 0}", "model.bank.num_experts", "0"),
+        *[("training.supervision=deep", "training.supervision", "'deep'"), ("training.stages=0", "training.stages", "0")],
     ],
 )
 def test_values_of_the_wrong_kind_are_refused_with_key_and_value(setting: str, key: str, found: str) -> None:
@@ -146,11 +155,22 @@ def test_values_of_the_wrong_kind_are_refused_with_key_and_value(setting: str, k
             ("training.loop_sampling={low: 5, high: 3}", "low is 5, more than high 3"),
             ("training.epochs=null", "one of epochs and max_minutes"),
         ],
+        *[("model.readout=soft", "contradicts halting act"), ("model={experts: {}, bank: {}}", "bank and experts are both")],
+        ("model={shared_block: false, bank: {}}", "bank is shared by all depths"),
+        ("model.backprop_loops=1", "teaches no halting"),
+        *[(f"model={{backprop_loops: 2, {other}}}", "learn nothing") for other in ("injection: none", "shared_block: false")],
     ],
 )
 def test_values_that_cannot_work_together_are_refused(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_config("2d", "rdvit", settings=[setting])
+
+
+def test_truncated_gradients_and_early_stages_contradict_each_other() -> None:
+    settings = ["model.backprop_loops=2", "training.supervision=stagewise"]
+    with pytest.raises(ConfigError, match=r"model\.backprop_loops cuts the gradient of the early stages"):
+        resolve_config("2d", "rdvit", settings=settings)
+    assert all(resolve_config("2d", "rdvit", settings=[setting]) for setting in settings)
 
 
 def test_several_faults_are_told_in_one_line(tmp_path: Path) -> None:
@@ -165,7 +185,7 @@ def test_several_faults_are_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_unknown_presets_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'bert' \(one of vit, rdvit, rdvit-moe\)"):
+    with pytest.raises(ConfigError, match=r"unknown preset 'bert' \(one of vit, bvit, rdvit, rdvit-moe, revit, softmor\)"):
         resolve_config("2d", "bert")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rdvit.config import ModelConfig
 from rdvit.models.attention import Attention, gather_tokens, scatter_tokens
+from rdvit.models.bank import ExpertBank
 from rdvit.models.experts import Experts, Routing
 from rdvit.models.feedforward import FeedForward, hidden_width
 
@@ -41,6 +42,10 @@ class Selection(NamedTuple):
         """``old`` (B, N, D) with the active tokens taken from ``new`` (B, M, D), or (B, N, D) where all were computed."""
         if self.index_BM is not None:
             new = scatter_tokens(old, self.index_BM, new)
+        return self.freeze(old, new)
+
+    def freeze(self, old: Tensor, new: Tensor) -> Tensor:
+        """The active tokens of ``new``, the halted ones of ``old``, both (B, N, D)."""
         return torch.where(self.halted_BN[..., None], old, new)
 
 
@@ -89,7 +94,7 @@ class Block(nn.Module):
 
     Args:
         config: The model's configuration.
-        experts: Whether the feed-forward is the configured mixture of experts; dense otherwise.
+        experts: Whether the feed-forward is the configured mixture of experts or bank; dense otherwise.
     """
 
     def __init__(self, config: ModelConfig, experts: bool = False) -> None:
@@ -101,10 +106,12 @@ class Block(nn.Module):
         self.attn = Attention(dim, config.num_heads)
         self.ffn_norm = layer_norm(dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.ffn: FeedForward | Experts
+        self.ffn: FeedForward | Experts | ExpertBank
         if experts and config.experts is not None:
             ex = config.experts
             self.ffn = Experts(dim, ex.num_experts, ex.top_k, ex.hidden_dim, ex.num_shared)
+        elif experts and config.bank is not None:
+            self.ffn = ExpertBank(dim, hidden_width(dim, config.mlp_ratio), config.bank)
         else:
             self.ffn = FeedForward(dim, hidden_width(dim, config.mlp_ratio))
 
@@ -114,6 +121,8 @@ class Block(nn.Module):
         grid: tuple[int, ...],
         selection: Selection | None = None,
         memory: KeysValues | None = None,
+        t: int = 0,
+        loops: int = 1,
     ) -> tuple[Tensor, KeysValues, Routing | None]:
         """One pass over the tokens.
 
@@ -122,6 +131,8 @@ class Block(nn.Module):
             grid: Token grid, in C order.
             selection: Which tokens are computed; all where None.
             memory: Keys and values of the loop before, needed with a selection.
+            t: Which loop this is, for a bank.
+            loops: How many loops there are, for a bank.
 
         Returns:
             The output (B, N, D), or (B, M, D) for an indexed selection, the keys and values to carry on, and the routing
@@ -137,9 +148,13 @@ class Block(nn.Module):
         if selection is not None and memory is not None:
             k, v = _remember(selection, memory.k_BHNK, k), _remember(selection, memory.v_BHNK, v)
         x_BMD = x_BMD + self.dropout(self.attn.attend(q, k, v))
-        y_BMD, routing = self.ffn(self.ffn_norm(x_BMD)), None
-        if isinstance(y_BMD, tuple):
-            y_BMD, routing = y_BMD
+        y_BMD, routing = self.ffn_norm(x_BMD), None
+        if isinstance(self.ffn, ExpertBank):
+            y_BMD = self.ffn(y_BMD, t, loops)
+        elif isinstance(self.ffn, Experts):
+            y_BMD, routing = self.ffn(y_BMD)
+        else:
+            y_BMD = self.ffn(y_BMD)
         return x_BMD + self.dropout(y_BMD), KeysValues(k, v), routing
 
 

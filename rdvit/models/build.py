@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from rdvit.config import ModelConfig
+from rdvit.errors import ModelError
+from rdvit.models.bank import ExpertBank
 from rdvit.models.experts import Experts
 from rdvit.models.segmenter import Segmenter
 
@@ -24,6 +28,44 @@ def build_segmenter(config: ModelConfig, seed: int | None = None) -> Segmenter:
         return Segmenter(config)
 
 
+@torch.no_grad()
+def unroll(model: Segmenter, loops: int) -> Segmenter:
+    """The same function as an unshared stack: a block of its own for each loop, for deployment at a fixed depth.
+
+    A bank becomes one dense feed-forward per block; what else the loop has (injection, LoRA, halting) stays as it is.
+
+    Args:
+        model: A segmenter with a shared block; left as it is.
+        loops: Depth of the stack.
+
+    Returns:
+        A segmenter in evaluation mode that runs up to ``loops`` loops, and at ``loops`` gives the model's logits.
+
+    Raises:
+        ModelError: If the model is a stack already.
+    """
+    if not model.config.shared_block:
+        raise ModelError(
+            f"expected a model with a shared block, found preset '{model.config.preset}', which is a stack already"
+        )
+    changes = {"preset": "vit", "shared_block": False, "loops": loops, "bank": None, "backprop_loops": None}
+    stack = build_segmenter(ModelConfig.model_validate({**model.config.model_dump(), **changes}), seed=0)
+    block: Any = model.encoder.recurrence.blocks[0]
+    prefix = "encoder.recurrence.blocks."
+    weights = {name: value for name, value in model.state_dict().items() if not name.startswith(prefix)}
+    for t in range(loops):
+        own = block.state_dict()
+        if isinstance(block.ffn, ExpertBank):
+            own = {name: value for name, value in own.items() if not name.startswith("ffn.")}
+            own["ffn.w_in.weight"], own["ffn.w_out.weight"] = block.ffn.merge(t, loops)
+        weights |= {f"{prefix}{t}.{name}": value for name, value in own.items()}
+    lora = "encoder.recurrence.lora.scale_Tr"
+    if lora in weights:  # past the trained depth its last row counts on
+        weights[lora] = weights[lora][[min(t, len(weights[lora]) - 1) for t in range(loops)]]
+    stack.load_state_dict(weights)
+    return stack.to(next(model.parameters())).eval()
+
+
 def count_parameters(module: nn.Module) -> int:
     """Number of trainable parameters, shared ones once."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -32,13 +74,13 @@ def count_parameters(module: nn.Module) -> int:
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Optimiser groups: weight decay for matrices and kernels only.
 
-    Norms, biases, the LTI decay and input gain, the LoRA scales and the halting head go without: decay would pull A towards
-    its start, starve the injection, or move the halting probability (systems.md section 2 and 17.3).
+    Norms, biases, the LTI decay and input gain, the LoRA scales, the halting head and the scores of the soft mixture go
+    without: decay would pull A towards its start, starve the injection, or move the read-out (systems.md section 2, 17.3).
     """
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
-        exempt = parameter.ndim < 2 or name.endswith("scale_Tr") or "halting" in name.split(".")
+        exempt = parameter.ndim < 2 or name.endswith("scale_Tr") or {"halting", "soft"} & set(name.split("."))
         (free if exempt else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 

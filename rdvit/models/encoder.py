@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from rdvit.config import ModelConfig
 from rdvit.errors import ModelError
+from rdvit.models.bank import ExpertBank
 from rdvit.models.block import Block, layer_norm
 from rdvit.models.depth import DepthLoRA
-from rdvit.models.readout import HaltingHead
+from rdvit.models.readout import HaltingHead, SoftReadout
 from rdvit.models.recurrence import LoopRecord, Recurrence
 
 
@@ -131,12 +133,21 @@ def sincos_position(grid: tuple[int, ...], embed_dim: int, device: torch.device 
 
 @dataclass
 class Encoding:
-    """Encoder output: the token map (B, D, *grid) that the decoder reads, the skips, the grid and the loop's record."""
+    """Encoder output.
+
+    Attributes:
+        token_map: What the decoder reads, (B, D, *grid).
+        skips: The stem's levels, full resolution first.
+        grid: Token grid.
+        record: The loop's record.
+        early_maps: Token maps of the earlier states that were asked for, made as the last one is.
+    """
 
     token_map: Tensor
     skips: list[Tensor]
     grid: tuple[int, ...]
     record: LoopRecord
+    early_maps: list[Tensor]
 
 
 class RecurrentViT(nn.Module):
@@ -172,6 +183,7 @@ class RecurrentViT(nn.Module):
         loops: int | None = None,
         halts_B: Tensor | None = None,
         keep_states: bool = False,
+        early: Sequence[int] = (),
     ) -> Encoding:
         """Encode images whose sizes are multiples of the patch.
 
@@ -180,6 +192,8 @@ class RecurrentViT(nn.Module):
             loops: Number of loops; the trained depth where None.
             halts_B: See :meth:`Recurrence.forward`.
             keep_states: Keep all states in the record.
+            early: After which loops, counted from 1, the state is wanted as a token map too; the last one where all tokens
+                had halted before.
 
         Raises:
             ModelError: If an axis is not a multiple of the patch.
@@ -195,12 +209,16 @@ class RecurrentViT(nn.Module):
         for block in self.prelude:
             e_BND = block(e_BND, grid)[0]
         loops = self.config.loops if loops is None else loops
+        keep_states = keep_states or bool(early)
         record = self.recurrence(e_BND, grid, loops, halts_B, skip=not torch.is_grad_enabled(), keep_states=keep_states)
-        y_BND = record.tokens_BND
+        early_maps = [self._finish(record.states[min(t, record.loops) - 1], grid) for t in early] if record.states else []
+        return Encoding(self._finish(record.tokens_BND, grid), skips, grid, record, early_maps)
+
+    def _finish(self, h_BND: Tensor, grid: tuple[int, ...]) -> Tensor:
+        """Token map (B, D, *grid) of a state or read-out: coda, norm."""
         for block in self.coda:
-            y_BND = block(y_BND, grid)[0]
-        y_BND = self.norm(y_BND)
-        return Encoding(y_BND.transpose(1, 2).unflatten(2, grid), skips, grid, record)
+            h_BND = block(h_BND, grid)[0]
+        return self.norm(h_BND).transpose(1, 2).unflatten(2, grid)
 
     def forward(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
         """MONAI's ``ViT`` call: final tokens (B, N, D) and the state after each loop, at the trained depth without halting."""
@@ -215,5 +233,5 @@ def _init_weights(module: nn.Module) -> None:
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-    if isinstance(module, DepthLoRA | HaltingHead):  # after their own linears: zero effect, chosen bias
+    if isinstance(module, DepthLoRA | HaltingHead | SoftReadout | ExpertBank):  # after their own linears: starts of their own
         module.reset_parameters()

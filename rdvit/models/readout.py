@@ -1,6 +1,12 @@
-"""What the loop hands on: adaptive computation time, token by token (Graves 2016, arXiv:1603.08983; systems.md section 5)."""
+"""What the loop hands on, token by token: adaptive computation time, or a soft mixture of the states.
+
+ACT is Graves 2016, arXiv:1603.08983 (systems.md section 5); the mixture is SoftMoR, Lee and Park 2026, arXiv:2607.00774
+(section 10). Of both the weights of all loops sum to 1; only ACT saves loops.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -69,3 +75,39 @@ class HaltingState:
     def ponder_BN(self) -> Tensor:
         """Graves's cost ``n + R`` of each token; between 2 and T + 1 at the end."""
         return self.steps_BN + self.remainder_BN
+
+
+class SoftReadout(nn.Module):
+    """Soft mixture ``y = sum_r w_r z_r`` of the states of all loops, with weights of its own for each token.
+
+    ``w = softmax_r(score(z_r))``, the score one linear head on the normed state, the same for all loops, so that their
+    number R may change. The last loop's score has an addition of ``ln(9 (R - 1))``, which gives it the weight 0.9 at first,
+    and a learned offset.
+
+    Args:
+        embed_dim: Token width D.
+    """
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6, bias=False)
+        self.score = nn.Linear(embed_dim, 1, bias=False)  # a bias would cancel in the softmax
+        self.last_offset = nn.Parameter(torch.zeros(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Equal scores for all states: at first only the addition tells the loops apart."""
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.last_offset)
+
+    def forward(self, states: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The mixture (B, N, D) of R states, and its weights (B, N, R), which are float32 also under autocast."""
+        with torch.autocast(states[0].device.type, enabled=False):
+            width, scale_D = states[0].shape[-1:], self.norm.weight.float()
+            normed = [F.layer_norm(z_BND.float(), width, scale_D, eps=self.norm.eps) for z_BND in states]
+            scores_BNR = torch.stack([x_BND @ self.score.weight[0].float() for x_BND in normed], dim=-1)
+            last_1 = self.last_offset.float() + math.log(9 * max(len(states) - 1, 1))
+            scores_BNR = torch.cat([scores_BNR[..., :-1], scores_BNR[..., -1:] + last_1], dim=-1)
+        weights_BNR = scores_BNR.softmax(-1)
+        parts = [w_BN[..., None].to(z.dtype) * z for w_BN, z in zip(weights_BNR.unbind(-1), states, strict=True)]
+        return torch.stack(parts).sum(0), weights_BNR

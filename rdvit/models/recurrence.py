@@ -5,10 +5,15 @@
 The block output, its residual stream included, is added to the decayed state (the OpenMythos form of systems.md section 2).
 A token that has halted keeps its state, its block input, its key and its value from then on. In training halted tokens are
 computed and masked; in evaluation they are skipped. Both give the same result.
+
+What stands above is F, one whole loop. A solver other than Euler evaluates F several times per loop, all with the t of the
+loop and with the same tokens halted; a halted token keeps its state, and the others see it as in its last evaluation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +28,8 @@ from rdvit.models.block import Block, KeysValues, Selection, layer_norm
 from rdvit.models.depth import DepthLoRA, loop_embedding
 from rdvit.models.experts import ROWS, Routing, switch_loss
 from rdvit.models.injection import LTIInjection
-from rdvit.models.readout import HaltingHead, HaltingState
+from rdvit.models.readout import HaltingHead, HaltingState, SoftReadout
+from rdvit.models.solver import solver_step
 
 
 @dataclass
@@ -35,11 +41,12 @@ class LoopRecord:
         loops: Loops that were run; fewer than asked for where every token had halted.
         residuals_TB: Relative step size ``|h_{t+1} - h_t| / |h_t|`` of each loop and image, without gradient.
         states: h_1 .. h_T, if asked for.
-        weights_BNT: Read-out weights of each token over the loops; sum 1. None without halting.
+        weights_BNT: Read-out weights of each token over the loops, of ACT or of the soft mixture; sum 1. None where the
+            last state is read.
         steps_BN: Loops until each token halted (n). None without halting.
         ponder_BN: Ponder cost n + R, with gradient. None without halting.
-        gates_TBNE: Gate weight of each expert for each token, without gradient; 0 for tokens that were not routed. None
-            without experts.
+        gates_TBNE: Gate weight of each expert for each token, without gradient; 0 for tokens that were not routed; the mean
+            over a solver's evaluations. None without experts.
         balance: Mean Switch balance term over the loops, with gradient. None without experts.
     """
 
@@ -78,6 +85,7 @@ class Recurrence(nn.Module):
         self.injection = LTIInjection(dim) if config.injection == "lti" else None
         self.lora = DepthLoRA(dim, config.lora_rank, loops) if config.lora_rank else None
         self.halting = HaltingHead(dim, config.halting_bias) if config.halting == "act" else None
+        self.soft = SoftReadout(dim) if config.readout == "soft" else None
 
     def forward(
         self,
@@ -96,7 +104,7 @@ class Recurrence(nn.Module):
             loops: Number of loops, at least 1.
             halts_B: For each image 1 if its tokens halt by ACT, 0 if they all run to the end; None switches halting off.
             skip: Leave halted tokens out of the computation (evaluation) instead of masking them (training).
-            keep_states: Return the states of all loops.
+            keep_states: Return the states of all loops that were run.
 
         Raises:
             ModelError: If the loops are fewer than 1 or more than an unshared stack has blocks, or if halting is asked of
@@ -112,27 +120,39 @@ class Recurrence(nn.Module):
             if selection is not None and selection.index_BM is not None and selection.index_BM.shape[1] == 0:
                 break  # every token has halted
             before_BND = h_BND
-            carry, routing = self._run_step(t, e_BND, h_BND, carry, selection, grid)
-            h_BND = carry.h_BND
+            with self._gradient(t, loops):
+                carry, routing = self._run_step(t, loops, e_BND, h_BND, carry, selection, grid)
+                h_BND = carry.h_BND
+                if routing:
+                    active_BN = None if halting is None else ~halting.halted_BN
+                    routings.append(_whole(routing, selection, active_BN))
+                if halting is not None and halts_B is not None and self.halting is not None:
+                    p_BN = self.halting(h_BND) * halts_B[:, None]
+                    weights.append(halting.update(p_BN, last=t == loops - 1))
+                    y_BND = y_BND + weights[-1][..., None].to(h_BND.dtype) * h_BND
             residuals.append(_relative_step(before_BND, h_BND))
-            if routing is not None:
-                active_BN = None if halting is None else ~halting.halted_BN
-                routings.append(_whole(routing, selection, active_BN))
-            if halting is not None and halts_B is not None and self.halting is not None:
-                p_BN = self.halting(h_BND) * halts_B[:, None]
-                weights.append(halting.update(p_BN, last=t == loops - 1))
-                y_BND = y_BND + weights[-1][..., None].to(h_BND.dtype) * h_BND
-            if keep_states:
+            if keep_states or self.soft is not None:
                 states.append(h_BND)
         record = LoopRecord(h_BND, len(residuals), torch.stack(residuals), states if keep_states else None)
         if halting is not None and isinstance(y_BND, Tensor):
             record.tokens_BND, record.weights_BNT = y_BND, torch.stack(weights, dim=-1)
             record.steps_BN, record.ponder_BN = halting.steps_BN, halting.ponder_BN
+        elif self.soft is not None:
+            record.tokens_BND, record.weights_BNT = self.soft(states)
         if routings:
             record.gates_TBNE = torch.stack([gates.detach() for gates, _ in routings])
             balances_T = torch.stack([balance for _, balance in routings])
             record.balance = balances_T.sum() / (balances_T > 0).sum().clamp(min=1)  # it is 0 where nobody was active
         return record
+
+    @contextmanager
+    def _gradient(self, t: int, loops: int) -> Iterator[None]:
+        """Loop t without gradient if it lies before the last ``backprop_loops`` (truncated back-propagation)."""
+        without = 0 if self.config.backprop_loops is None else loops - self.config.backprop_loops
+        with torch.set_grad_enabled(torch.is_grad_enabled() and t >= without):
+            yield
+        if t == without - 1:
+            torch.clear_autocast_cache()  # before PyTorch 2.10 it keeps casts without gradient (pytorch/pytorch#65766)
 
     def _check(self, loops: int, halts_B: Tensor | None) -> None:
         if loops < 1:
@@ -150,35 +170,62 @@ class Recurrence(nn.Module):
     def _run_step(
         self,
         t: int,
+        loops: int,
         e_BND: Tensor,
         h_BND: Tensor,
         carry: Carry | None,
         selection: Selection | None,
         grid: tuple[int, ...],
-    ) -> tuple[Carry, Routing | None]:
+    ) -> tuple[Carry, list[Routing]]:
         if self.config.checkpoint_loops and torch.is_grad_enabled():
-            return checkpoint(self._step, t, e_BND, h_BND, carry, selection, grid, use_reentrant=False)
-        return self._step(t, e_BND, h_BND, carry, selection, grid)
+            return checkpoint(self._step, t, loops, e_BND, h_BND, carry, selection, grid, use_reentrant=False)
+        return self._step(t, loops, e_BND, h_BND, carry, selection, grid)
 
     def _step(
         self,
         t: int,
+        loops: int,
+        e_BND: Tensor,
+        h_BND: Tensor,
+        carry: Carry | None,
+        selection: Selection | None,
+        grid: tuple[int, ...],
+    ) -> tuple[Carry, list[Routing]]:
+        """One step of the solver; the routing of each of its evaluations."""
+        routings: list[Routing] = []
+
+        def loop(z_BND: Tensor) -> Tensor:
+            nonlocal carry
+            carry, routing = self._evaluate(t, loops, e_BND, z_BND, carry, selection, grid)
+            routings.extend([] if routing is None else [routing])
+            return carry.h_BND
+
+        new_BND = solver_step(self.config.solver, loop, h_BND, self.config.step_size)
+        assert carry is not None
+        if selection is not None and self.config.step_size != 1:
+            new_BND = selection.freeze(h_BND, new_BND)  # (1 - dt) h + dt h need not be h
+        return carry._replace(h_BND=new_BND), routings
+
+    def _evaluate(
+        self,
+        t: int,
+        loops: int,
         e_BND: Tensor,
         h_BND: Tensor,
         carry: Carry | None,
         selection: Selection | None,
         grid: tuple[int, ...],
     ) -> tuple[Carry, Routing | None]:
-        """One loop: block input, block, LoRA, injection; halted tokens keep all they had."""
+        """F, one loop: block input, block, LoRA, injection; halted tokens keep all they had."""
         u_BND = h_BND
         if self.config.loop_embedding:
             u_BND = u_BND + loop_embedding(t, h_BND.shape[-1], h_BND.device).to(h_BND.dtype)
         if self.input_norm is not None:
             u_BND = self.input_norm(u_BND + e_BND)
         if selection is not None and carry is not None:
-            u_BND = torch.where(selection.halted_BN[..., None], carry.u_BND, u_BND)
+            u_BND = selection.freeze(carry.u_BND, u_BND)
         block = self.blocks[0 if self.config.shared_block else t]
-        v_BMD, memory, routing = block(u_BND, grid, selection, None if carry is None else carry.memory)
+        v_BMD, memory, routing = block(u_BND, grid, selection, None if carry is None else carry.memory, t, loops)
         if self.lora is not None:
             v_BMD = v_BMD + self.lora(v_BMD, t)
         if self.injection is not None:
@@ -208,16 +255,22 @@ def _relative_step(before_BND: Tensor, after_BND: Tensor) -> Tensor:
         return moved_B / before_BND.float().flatten(1).norm(dim=1).clamp(min=1e-12)
 
 
-def _whole(routing: Routing, selection: Selection | None, active_BN: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate weights (B, N, E) over all tokens, 0 where a token was not active, and the balance term of the active ones."""
-    gates_BME, active_BM = routing.gates_BME, active_BN
-    if selection is None or active_BN is None or active_BM is None:
-        return gates_BME, switch_loss(routing)
-    if selection.index_BM is not None:
+def _whole(routings: list[Routing], selection: Selection | None, active_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate weights (B, N, E) over all tokens, 0 where a token was not active, and the balance term of the active ones.
+
+    The mean of both over the evaluations of one loop.
+    """
+    active_BM = active_BN
+    if active_BN is None or selection is None:
+        active_BM = None
+    elif selection.index_BM is not None:
         active_BM = active_BN.gather(1, selection.index_BM)
-    balance = switch_loss(routing, active_BM)
+    balance = torch.stack([switch_loss(routing, active_BM) for routing in routings]).mean(0)
+    gates_BME = torch.stack([routing.gates_BME for routing in routings]).mean(0)
+    if active_BM is None:
+        return gates_BME, balance
     gates_BME = gates_BME * active_BM[..., None]
-    if selection.index_BM is not None:
+    if selection is not None and selection.index_BM is not None and active_BN is not None:
         empty_BNE = gates_BME.new_zeros(*active_BN.shape, gates_BME.shape[-1])
         gates_BME = empty_BNE.scatter(1, selection.index_BM[..., None].expand_as(gates_BME), gates_BME)
     return gates_BME, balance

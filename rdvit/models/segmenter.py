@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -103,6 +104,16 @@ class Segmenter(nn.Module):
         return_record: Literal[True],
     ) -> tuple[Tensor, LoopRecord]: ...
 
+    @overload
+    def forward(
+        self,
+        images: Tensor,
+        loops: int | None = None,
+        halting: Halting | Tensor | None = None,
+        *,
+        early: Sequence[int],
+    ) -> tuple[list[Tensor], LoopRecord]: ...
+
     def forward(
         self,
         images: Tensor,
@@ -110,7 +121,8 @@ class Segmenter(nn.Module):
         halting: Halting | Tensor | None = None,
         *,
         return_record: bool = False,
-    ) -> Tensor | tuple[Tensor, LoopRecord]:
+        early: Sequence[int] | None = None,
+    ) -> Tensor | tuple[Tensor | list[Tensor], LoopRecord]:
         """Segment a batch.
 
         Args:
@@ -118,9 +130,12 @@ class Segmenter(nn.Module):
             loops: Number of loops; the trained depth where None.
             halting: ``act``, ``none``, or for each image of the batch 1 to halt and 0 not to; the configured one where None.
             return_record: Return the loop's record too; its token grid covers the padded image.
+            early: Decode the states after these loops, counted from 1, as well, by the same layers, in one batch: their batch
+                norms then see in training what they average for evaluation.
 
         Returns:
-            Logits (B, classes, X, Y[, Z]), or those and the record.
+            Logits (B, classes, X, Y[, Z]), or those and the record; with ``early`` a list of logits, those of the read-out
+            last, and the record.
 
         Raises:
             ModelError: If the dimensions or channels are not the model's.
@@ -130,9 +145,14 @@ class Segmenter(nn.Module):
             raise ModelError(
                 f"expected images of {expected} axes and {self.config.in_channels} channels, found {tuple(images.shape)}"
             )
-        encoding = self.encoder.encode(pad_to_patches(images, self.encoder.patch_size), loops, self._halts(halting, images))
-        logits = self.decoder(encoding.token_map, encoding.skips)
-        logits = crop(logits, images.shape[2:])
+        padded, halts_B = pad_to_patches(images, self.encoder.patch_size), self._halts(halting, images)
+        encoding = self.encoder.encode(padded, loops, halts_B, early=early or ())
+        token_map, skips, maps = encoding.token_map, encoding.skips, [*encoding.early_maps, encoding.token_map]
+        if early:
+            token_map, skips = torch.cat(maps), [torch.cat([skip] * len(maps)) for skip in skips]
+        logits = crop(self.decoder(token_map, skips), images.shape[2:])
+        if early is not None:
+            return list(logits.split(len(images))), encoding.record
         return (logits, encoding.record) if return_record else logits
 
     def _halts(self, halting: Halting | Tensor | None, images: Tensor) -> Tensor | None:

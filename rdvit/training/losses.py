@@ -16,7 +16,7 @@ class SegmentationLoss(nn.Module):
     """``dice * Dice + cross_entropy * CE + ponder * ramp * mean(n + R) + balance * Switch``.
 
     Dice is MONAI's over the batch without the background (slices without a structure would otherwise punish each voxel);
-    everything in float32.
+    everything in float32. With logits of several stages (deep supervision) both are means over the stages.
 
     Args:
         config: The weights.
@@ -28,21 +28,22 @@ class SegmentationLoss(nn.Module):
         self.dice = DiceLoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
 
     def forward(
-        self, logits: Tensor, labels: Tensor, record: LoopRecord, halts_B: Tensor | None, progress: float
+        self, logits: Tensor | list[Tensor], labels: Tensor, record: LoopRecord, halts_B: Tensor | None, progress: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and its parts.
 
         Args:
-            logits: (B, classes, *space).
+            logits: (B, classes, *space), or a list of those, one for each stage.
             labels: (B, 1, *space), class indices.
             record: The loop's record of this batch.
             halts_B: 1 for images that halt by ACT; the ponder cost is theirs.
             progress: Share of the training done, for the ponder ramp.
         """
-        logits = logits.float()
+        stages = [stage.float() for stage in (logits if isinstance(logits, list) else [logits])]
+        cross_entropy = [nn.functional.cross_entropy(stage, labels[:, 0].long()) for stage in stages]
         parts = {
-            "dice": self.dice(logits, labels),
-            "cross_entropy": nn.functional.cross_entropy(logits, labels[:, 0].long()),
+            "dice": torch.stack([self.dice(stage, labels) for stage in stages]).mean(),
+            "cross_entropy": torch.stack(cross_entropy).mean(),
         }
         loss = self.config.dice * parts["dice"] + self.config.cross_entropy * parts["cross_entropy"]
         if record.ponder_BN is not None and halts_B is not None and bool(halts_B.any()):

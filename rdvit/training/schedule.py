@@ -36,6 +36,15 @@ def training_loops(step: int, model: ModelConfig, config: TrainingConfig) -> int
     return int(min(1 + rng.poisson(rate), 2 * model.loops))
 
 
+def stage_ends(loops: int, config: TrainingConfig) -> list[int]:
+    """The loops after which a training step is supervised: the last alone, or the ends of ``stages`` even stages.
+
+    Of fewer loops than stages each is a stage (deep supervision of arXiv:2608.04879).
+    """
+    stages = config.stages if config.supervision == "stagewise" else 1
+    return sorted({-(-loops * stage // stages) for stage in range(1, stages + 1)})
+
+
 def ema_decay(updates: int, limit: float) -> float:
     """Decay of the weight average after some updates: short memory at first, up to ``limit``."""
     return min(limit, (1 + updates) / (10 + updates))

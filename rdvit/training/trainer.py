@@ -33,7 +33,7 @@ from rdvit.inference.predictor import Predictor
 from rdvit.models.build import build_segmenter, expert_layers, parameter_groups
 from rdvit.models.segmenter import Segmenter
 from rdvit.training.losses import SegmentationLoss, halting_images
-from rdvit.training.schedule import ema_decay, learning_rate, training_loops
+from rdvit.training.schedule import ema_decay, learning_rate, stage_ends, training_loops
 from rdvit.training.tracking import MetricsLog, NullTracker
 from rdvit.training.validation import Validation, entropy_of_usage
 
@@ -213,7 +213,8 @@ class Trainer:
         labels = self.fabric.to_device(batch["label"])
         halts_B = self._halts(len(images), step)
         loops = training_loops(step, config.model, training)
-        logits, record = self.model(images, loops, "none" if halts_B is None else halts_B, return_record=True)
+        early = stage_ends(loops, training)[:-1]  # the last stage is read by the loop's own read-out
+        logits, record = self.model(images, loops, "none" if halts_B is None else halts_B, early=early)
         loss, parts = self.loss(logits, labels, record, halts_B, share)
         if not torch.isfinite(loss):
             raise DataError(f"the loss became {loss.item()} in step {step}, on cases {', '.join(batch['id'])}")

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from rdvit.config import PRESETS, Config, ExpertsConfig, ModelConfig, resolve_config
-from rdvit.models.build import build_segmenter, count_parameters, expert_layers, parameter_groups
+from rdvit.config import PRESETS, BankConfig, Config, ExpertsConfig, ModelConfig, resolve_config
+from rdvit.errors import ModelError
+from rdvit.models.build import build_segmenter, count_parameters, expert_layers, parameter_groups, unroll
+from rdvit.models.feedforward import FeedForward
 from rdvit.models.recurrence import Recurrence
 
 ConfigMaker = Callable[..., ModelConfig]
@@ -48,6 +50,53 @@ def test_presets_segment(name: str) -> None:
     model = build_segmenter(preset("2d", name, embed_dim=48, num_heads=2, stem_channels=4).model)
     assert model(torch.zeros(1, 1, 24, 16)).shape == (1, 4, 24, 16)
     assert len(expert_layers(model)) == (name == "rdvit-moe")
+
+
+PLAIN: dict[str, Any] = {"injection": "none", "lora_rank": 0, "loop_embedding": False, "halting": "none"}
+
+
+@pytest.mark.parametrize("loops", [1, 3, 6])
+@pytest.mark.parametrize(
+    "changes",
+    [{**PLAIN, "bank": BankConfig(num_experts=4)}, PLAIN, {}, {"experts": EXPERTS}, {"halting": "none", "readout": "soft"}],
+    ids=["revit", "bvit", "rdvit", "rdvit-moe", "softmor"],
+)
+def test_unrolled_stack_is_the_loop(
+    small_config: ConfigMaker, randomize: Callable[[nn.Module], None], changes: dict[str, Any], loops: int
+) -> None:
+    """RV-5 to 1e-5 of the logits, past the trained depth of 4 too; a bank becomes dense feed-forwards of their own."""
+    model = build_segmenter(small_config(**changes, prelude_depth=1), seed=0).eval()
+    randomize(model)
+    state = torch.random.get_rng_state()
+    stack = unroll(model, loops)
+    assert torch.equal(state, torch.random.get_rng_state())
+    images = torch.randn(2, 1, 24, 17)
+    with torch.no_grad():
+        dynamic, dense = model(images, loops), stack(images, loops)
+        torch.testing.assert_close(dense, dynamic, atol=1e-5 * float(dynamic.abs().max()), rtol=1e-5)
+        assert torch.equal(stack(images), dense)
+    blocks = stack.encoder.recurrence.blocks
+    assert len(blocks) == loops
+    assert all(isinstance(block.ffn, FeedForward) for block in blocks) == ("experts" not in changes)
+    if loops > 1 and "bank" in changes:
+        first, second = (block.state_dict()["ffn.w_in.weight"] for block in list(blocks)[:2])
+        assert not torch.equal(first, second)
+
+
+def test_a_stack_is_not_unrolled(small_config: ConfigMaker) -> None:
+    with pytest.raises(ModelError, match="'vit', which is a stack already"):
+        unroll(build_segmenter(small_config(**PLAIN, shared_block=False, preset="vit")), 3)
+
+
+@pytest.mark.parametrize("dim", ["2d", "3d"])
+def test_systems_of_the_literature_are_parts_of_one_loop(dim: str) -> None:
+    """Next to the plain loop of bViT, SoftMoR adds a score, reViT experts, and nobody what grows with the loops."""
+    plain, soft, bank = (count_parameters(build_segmenter(preset(dim, name).model)) for name in ("bvit", "softmor", "revit"))
+    assert soft - plain == 2 * 192 + 1
+    ffn = 3 * 192 * 512
+    assert bank - plain == 7 * ffn + (8 * 32 + 32) + (32 * 8 + 8)
+    deeper = preset(dim, "bvit", loops=20).model
+    assert count_parameters(build_segmenter(deeper)) == plain
 
 
 def test_a_seed_draws_the_same_weights_and_leaves_the_random_state_alone(small_config: ConfigMaker) -> None:
@@ -97,6 +146,17 @@ def test_weight_decay_touches_matrices_and_kernels_only(small_config: ConfigMake
     }
     assert set(groups[1]) == expected
     torch.optim.AdamW(parameter_groups(model, weight_decay=0.05))
+
+
+def test_scores_of_the_soft_mixture_are_free_of_decay_and_the_bank_is_not(small_config: ConfigMaker) -> None:
+    model = build_segmenter(small_config(halting="none", readout="soft", bank=BankConfig(num_experts=2)))
+    decayed, free = (
+        {name for name, p in model.named_parameters() if any(p is q for q in group["params"])}  # type: ignore[attr-defined]
+        for group in parameter_groups(model, weight_decay=0.05)
+    )
+    loop = "encoder.recurrence."
+    assert {f"{loop}soft.score.weight", f"{loop}soft.last_offset", f"{loop}soft.norm.weight"} <= free
+    assert {f"{loop}blocks.0.ffn.w_in", f"{loop}blocks.0.ffn.w_out"} <= decayed
 
 
 def test_halting_head_is_free_of_decay_in_a_bare_loop_too(small_config: ConfigMaker) -> None:

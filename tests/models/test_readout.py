@@ -1,4 +1,4 @@
-"""Adaptive computation time: Graves's definition, its closed forms and its gradients."""
+"""ACT: Graves's definition, its closed forms and its gradients. The soft mixture: what it is at its ends and its start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rdvit.models.readout import HaltingHead, HaltingState
+from rdvit.models.readout import HaltingHead, HaltingState, SoftReadout
 
 BIASES = [-8.0, -4.0, -2.0, -1.0, 0.0, 1.0, 4.6, 8.0]
 
@@ -164,3 +164,86 @@ def test_head_of_a_bfloat16_model_runs_and_stays_in_float32() -> None:
     p_BN = HaltingHead(8, -1.0).bfloat16()(torch.randn(2, 5, 8).bfloat16())
     assert p_BN.dtype == torch.float32
     torch.testing.assert_close(p_BN, torch.sigmoid(torch.tensor(-1.0)).expand(2, 5))
+
+
+def states(loops: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(loops)
+    return [torch.randn(2, 5, 16, generator=generator).to(dtype) for _ in range(loops)]
+
+
+def make_soft(seed: int = 0) -> SoftReadout:
+    """With scores that differ from state to state and token to token."""
+    soft = SoftReadout(16)
+    with torch.no_grad():
+        soft.score.weight.copy_(torch.randn(1, 16, generator=torch.Generator().manual_seed(seed)))
+    return soft
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_one_hot_mixture_is_that_state(dtype: torch.dtype) -> None:
+    """SM-1, bit for bit: the last one by the offset, another one by its score."""
+    soft, z = make_soft(), states(4, dtype)
+    with torch.no_grad():
+        soft.last_offset.fill_(1e4)
+        assert torch.equal(soft(z)[0], z[-1])
+        soft.last_offset.fill_(-1e4)
+        soft.score.weight.zero_()
+        soft.score.weight[0, 0] = 1e4
+        z[1] = z[1].index_fill(2, torch.tensor([0]), 50.0)
+        assert torch.equal(soft(z)[0], z[1])
+
+
+@pytest.mark.parametrize("loops", [1, 2, 4, 16])
+def test_mixture_is_the_weighted_sum_with_weights_of_sum_one(loops: int) -> None:
+    """SM-2, and the definition: a softmax over the steps of one head on the normed states."""
+    soft, z = make_soft(), states(loops)
+    y_BND, weights_BNR = soft(z)
+    stacked = torch.stack(z, dim=-1)
+    scores = torch.einsum("bndr,d->bnr", torch.nn.functional.layer_norm(stacked.mT, (16,), eps=1e-6).mT, soft.score.weight[0])
+    scores[..., -1] += float(torch.tensor(9.0 * (loops - 1)).log()) if loops > 1 else 0
+    torch.testing.assert_close(weights_BNR, scores.softmax(-1))
+    assert (weights_BNR.sum(-1) - 1).abs().max() <= 1e-6
+    torch.testing.assert_close(y_BND, (weights_BNR[:, :, None] * stacked).sum(-1))
+    assert loops == 1 or weights_BNR.std(dim=1).max() > 0.01  # each token has its own
+
+
+def test_one_loop_is_read_as_it_is() -> None:
+    """SM-3; the scores' gradient is 0, but there, as distributed training wants it."""
+    soft, (z,) = make_soft(), states(1)
+    y_BND, weights_BNR = soft([z])
+    assert torch.equal(y_BND, z)
+    assert torch.equal(weights_BNR, torch.ones(2, 5, 1))
+    y_BND.sum().backward()
+    assert soft.score.weight.grad is not None
+    assert not soft.score.weight.grad.any()
+
+
+def test_equal_states_are_read_as_that_state() -> None:
+    """SM-4."""
+    z = states(1)[0]
+    torch.testing.assert_close(make_soft()([z] * 5)[0], z)
+
+
+@pytest.mark.parametrize("loops", [2, 4, 8, 30])
+def test_last_loop_starts_at_nine_tenths(loops: int) -> None:
+    """For any number of loops, whatever the states; the others share the rest alike."""
+    weights_BNR = SoftReadout(16)(states(loops))[1].detach()
+    torch.testing.assert_close(weights_BNR[..., -1], torch.full((2, 5), 0.9))
+    torch.testing.assert_close(weights_BNR[..., :-1], torch.full((2, 5, loops - 1), 0.1 / (loops - 1)))
+
+
+def test_gradient_reaches_every_state_and_the_scores() -> None:
+    """SM-5, from the start on."""
+    soft, z = SoftReadout(16), [state.requires_grad_() for state in states(5)]
+    soft(z)[0].square().sum().backward()
+    gradients = [*(state.grad for state in z), soft.score.weight.grad, soft.last_offset.grad]
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+
+
+def test_softmax_over_loops_is_in_float32_under_autocast() -> None:
+    soft, z = make_soft(), states(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights_BNR = soft(z)[1]
+    assert weights_BNR.dtype == torch.float32
+    assert torch.equal(weights_BNR, soft(z)[1])
+    assert soft.bfloat16()([state.bfloat16() for state in z])[1].dtype == torch.float32

@@ -273,6 +273,106 @@ def test_checkpointing_each_loop_changes_no_gradient(
         torch.testing.assert_close(gradients[1][name], plain)
 
 
+SOFT: dict[str, Any] = {"halting": "none", "readout": "soft"}
+
+
+def test_soft_mixture_reads_the_states_of_all_loops(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """It changes the read-out alone; states are handed on only if asked for."""
+    loop, last = Recurrence(small_config(**SOFT)), Recurrence(small_config(halting="none"))
+    randomize(loop)
+    last.load_state_dict(loop.state_dict(), strict=False)
+    record, plain = loop(tokens((4, 5)), (4, 5), 5, keep_states=True), last(tokens((4, 5)), (4, 5), 5, keep_states=True)
+    assert record.states is not None
+    assert plain.states is not None
+    assert record.weights_BNT is not None
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(record.states, plain.states, strict=True))
+    mixture = (record.weights_BNT[:, :, None] * torch.stack(record.states, -1)).sum(-1)
+    torch.testing.assert_close(record.tokens_BND, mixture)
+    assert not torch.allclose(record.tokens_BND, plain.tokens_BND, atol=1e-3)
+    assert (record.steps_BN, record.ponder_BN) == (None, None)
+    assert loop(tokens((4, 5)), (4, 5), 5).states is None
+    one = loop(tokens((4, 5)), (4, 5), 1, keep_states=True)  # SM-3
+    assert torch.equal(one.tokens_BND, (one.states or [])[0])
+
+
+def gradients_of(loop: Recurrence, e_BND: Tensor, loops: int, halts_B: Tensor | None) -> dict[str, Tensor | None]:
+    record = loop(e_BND, (4, 5), loops, halts_B)
+    terms = [record.tokens_BND.square().mean(), record.ponder_BN, record.balance]
+    torch.stack([term.mean() for term in terms if term is not None and term.requires_grad]).sum().backward()
+    return {"e": e_BND.grad, **{name: p.grad for name, p in loop.named_parameters()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "halts_B"),
+    [({}, None), ({"halting": "act"}, torch.tensor([1.0, 0.0, 1.0])), ({"experts": EXPERTS}, torch.ones(3)), (SOFT, None)],
+)
+def test_a_cut_before_the_first_loop_changes_nothing(
+    small_config: ConfigMaker, randomize: Randomize, changes: dict[str, Any], halts_B: Tensor | None
+) -> None:
+    """DEP-3: bit for bit, also where there are fewer loops than would be back-propagated."""
+    gradients = []
+    for backprop_loops in (None, 4, 9):
+        torch.manual_seed(0)
+        loop = Recurrence(small_config(**changes, backprop_loops=backprop_loops))
+        randomize(loop)
+        gradients.append(gradients_of(loop, tokens((4, 5)).requires_grad_(), 4, halts_B))
+    for name, full in gradients[0].items():
+        for cut in gradients[1:]:
+            ours = cut[name]
+            assert (ours is None) == (full is None), name
+            assert full is None or (ours is not None and torch.equal(ours, full)), name
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("halts_B", [None, torch.tensor([1.0, 0.0, 1.0])])
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+def test_states_before_the_cut_have_no_gradient(
+    small_config: ConfigMaker, randomize: Randomize, experts: ExpertsConfig | None, halts_B: Tensor | None, checkpointed: bool
+) -> None:
+    """DEP-2: shared weights and the encoded input still learn, through the last loops; the values are the same."""
+    loop = Recurrence(
+        small_config(experts=experts, backprop_loops=2, halting_bias=-2.5, checkpoint_loops=checkpointed, solver="midpoint")
+    )
+    randomize(loop)
+    record = loop(tokens((4, 5)).requires_grad_(), (4, 5), 5, halts_B, keep_states=True)
+    assert record.states is not None
+    assert [state.requires_grad for state in record.states] == [False, False, False, True, True]
+    with torch.no_grad():
+        assert torch.equal(record.tokens_BND, loop(tokens((4, 5)), (4, 5), 5, halts_B).tokens_BND)
+    for name, gradient in gradients_of(loop, tokens((4, 5)).requires_grad_(), 5, halts_B).items():
+        unused = name.startswith("halting") and halts_B is None
+        assert unused == (gradient is None), name
+        assert gradient is None or gradient.abs().sum() > 0, name
+
+
+def test_truncated_gradient_is_that_of_the_last_loops(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """As if the state before them had been given: by hand, from a detached state on."""
+    loop = Recurrence(small_config(halting="none", backprop_loops=2))
+    randomize(loop)
+    ours = gradients_of(loop, tokens((4, 5)).requires_grad_(), 5, None)
+    loop.zero_grad()
+    e_BND = tokens((4, 5)).requires_grad_()
+    with torch.no_grad():
+        h_BND = loop(e_BND, (4, 5), 3).tokens_BND
+    for t in (3, 4):
+        h_BND = loop._step(t, 5, e_BND, h_BND, None, None, (4, 5))[0].h_BND
+    h_BND.square().mean().backward()
+    for name, expected in {"e": e_BND.grad, **{name: p.grad for name, p in loop.named_parameters()}}.items():
+        torch.testing.assert_close(ours[name], expected)
+
+
+def test_weights_learn_after_a_cut_under_autocast(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """Casts of the weights made without gradient must not be used with it; and the cut leaves no trace in evaluation."""
+    loop = Recurrence(small_config(halting="none", backprop_loops=1))
+    randomize(loop)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients = gradients_of(loop, tokens((4, 5)).requires_grad_(), 3, None)
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients.values())
+    with torch.no_grad():
+        loop(tokens((4, 5)), (4, 5), 3)
+        assert not torch.is_grad_enabled()
+
+
 def test_residuals_are_relative_step_sizes(small_config: ConfigMaker, randomize: Randomize) -> None:
     loop, e_BND = Recurrence(small_config()), tokens((4, 5))
     randomize(loop)

@@ -141,6 +141,62 @@ def test_halted_tokens_are_skipped_where_no_gradient_is_asked_for(small_config: 
         assert model(image(24, 16), return_record=True)[1].loops == 1
 
 
+def test_a_fresh_soft_mixture_reads_nine_tenths_from_the_last_state(small_config: ConfigMaker) -> None:
+    """Also after the network's own initialisation, at any number of loops; the states are all computed."""
+    model = Segmenter(small_config(halting="none", readout="soft"))
+    for loops in (2, 4, 7):
+        _, record = model(image(24, 16), loops, return_record=True)
+        assert record.weights_BNT is not None
+        assert record.weights_BNT.shape == (2, 6, loops)
+        torch.testing.assert_close(record.weights_BNT[..., -1], torch.full((2, 6), 0.9))
+    with pytest.raises(ModelError, match="without a halting head"):
+        model(image(24, 16), halting="act")
+
+
+@pytest.mark.parametrize("halting", ["act", "none", torch.tensor([1, 0])])
+def test_early_states_are_decoded_as_a_shorter_run_is(small_config: ConfigMaker, randomize: Randomize, halting: Any) -> None:
+    """By the same coda, norm and decoder; the last logits are those of the read-out, unchanged."""
+    model = Segmenter(small_config(coda_depth=1, halting_bias=-2.5)).eval()
+    randomize(model)
+    with torch.no_grad():
+        early, record = model(image(24, 17), 5, halting, early=(1, 3))
+        alone, _ = model(image(24, 17), 5, halting, early=())
+        plain = model(image(24, 17), 5, halting)
+        one, three = (model(image(24, 17), loops, "none") for loops in (1, 3))
+    assert len(early) == 3
+    assert [record.loops, len(alone)] == [5, 1]
+    assert torch.equal(alone[0], plain)
+    torch.testing.assert_close(early[2], plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(early[0], one, atol=1e-4, rtol=1e-4)
+    if isinstance(halting, str) and halting == "none":
+        torch.testing.assert_close(early[1], three, atol=1e-4, rtol=1e-4)
+    else:  # tokens that had halted by then keep their state
+        assert not torch.allclose(early[1][0], three[0], atol=1e-4)
+
+
+def test_early_states_after_all_have_halted_are_the_last(small_config: ConfigMaker) -> None:
+    model = Segmenter(small_config(halting_bias=50.0)).eval()
+    with torch.no_grad():
+        (early, last), record = model(image(24, 16), 5, early=(4,))
+    assert record.loops == 1
+    torch.testing.assert_close(early, last)
+
+
+def test_batch_norms_average_what_they_see_of_all_stages(small_config: ConfigMaker, randomize: Randomize) -> None:
+    """One batch for all stages: what is learned with the batch's statistics is what the running ones stand for."""
+    model = Segmenter(small_config(halting="none", skips="none"))
+    randomize(model)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0
+    stages, _ = model(image(24, 16, batch=4), 4, early=(1, 2))
+    model.decoder.eval()
+    with torch.no_grad():
+        again, _ = model(image(24, 16, batch=4), 4, early=(1, 2))
+    for ours, theirs in zip(again, stages, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.02)
+
+
 def weights_in_3d(planar: nn.Module, spatial: nn.Module) -> dict[str, Tensor]:
     """The 2D weights for the 3D network: kernels in the centre slice; mixing through the slices as it starts."""
     weights = planar.state_dict()

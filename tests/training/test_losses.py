@@ -69,6 +69,27 @@ def test_terms_that_a_network_lacks_are_left_out() -> None:
     assert parts.keys() == {"dice", "cross_entropy", "loss"}
 
 
+def test_one_stage_is_the_ordinary_loss() -> None:
+    """TC-5, bit for bit."""
+    logits, labels = batch()
+    runs = [SegmentationLoss(ALL_ON)(x, labels, record(torch.ones(2, 4)), ALL_HALT, RAMPED) for x in (logits, [logits])]
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1]
+
+
+def test_stages_count_alike_and_ponder_once() -> None:
+    """Mean of Dice and cross-entropy over the stages, with gradient for each."""
+    logits, labels = batch()
+    stages = [(scale * logits).detach().requires_grad_() for scale in (0.0, 1.0, 3.0)]
+    loss, parts = SegmentationLoss(ALL_ON)(stages, labels, record(torch.ones(2, 4)), ALL_HALT, RAMPED)
+    singles = [SegmentationLoss(ALL_ON)(stage, labels, record(torch.ones(2, 4)), ALL_HALT, RAMPED) for stage in stages]
+    for name in ("dice", "cross_entropy", "ponder", "loss"):
+        expected = torch.stack([single[1][name] for single in singles]).mean()
+        torch.testing.assert_close(parts[name], expected)
+    loss.backward()
+    assert all(stage.grad is not None and stage.grad.abs().sum() > 0 for stage in stages)
+
+
 def test_ponder_waits_rises_and_stays() -> None:
     assert [ponder_part(progress) for progress in (0.0, 0.1, 0.2)] == [0.0, 0.0, 0.0]
     assert ponder_part(0.3) == pytest.approx(0.5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rdvit.config import LoopSamplingConfig, ModelConfig, TrainingConfig
-from rdvit.training.schedule import ema_decay, learning_rate, training_loops
+from rdvit.training.schedule import ema_decay, learning_rate, stage_ends, training_loops
 
 
 def training(**settings: Any) -> TrainingConfig:
@@ -85,3 +85,12 @@ def test_average_starts_short_and_ends_at_its_limit() -> None:
     assert (np.diff(decays) >= 0).all()
     assert decays[-1] == 0.995
     assert ema_decay(1000, 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("loops", "stages", "ends"),
+    [(12, 4, [3, 6, 9, 12]), (12, 1, [12]), (7, 3, [3, 5, 7]), (3, 4, [1, 2, 3]), (2, 4, [1, 2]), (1, 4, [1])],
+)
+def test_stages_are_even_and_end_with_the_last_loop(loops: int, stages: int, ends: list[int]) -> None:
+    assert stage_ends(loops, training(supervision="stagewise", stages=stages)) == ends
+    assert stage_ends(loops, training(supervision="final", stages=stages)) == [loops]

@@ -107,17 +107,42 @@ def test_loss_falls_on_the_phantom(tmp_path: Path, make_trainer: MakeTrainer) ->
     assert all(row["train/gradient_norm"] > 0 and 1 <= row["train/loops"] <= 3 for row in trainer.history.rows)
 
 
-@pytest.mark.parametrize(("dim", "preset"), [("2d", "vit"), ("3d", "vit"), ("3d", "rdvit-moe")])
+@pytest.mark.parametrize(
+    ("dim", "preset"),
+    [("2d", "vit"), ("3d", "vit"), ("3d", "rdvit-moe"), ("2d", "bvit"), ("3d", "revit"), ("2d", "revit"), ("2d", "softmor")],
+)
 def test_every_preset_trains(tmp_path: Path, make_trainer: MakeTrainer, dim: str, preset: str) -> None:
     trainer = make_trainer(tmp_path, dim=dim, preset=preset, epochs=1, steps_per_epoch=4, loop_sampling={"low": 2})
     before = {name: p.detach().clone() for name, p in trainer.model.module.named_parameters()}
     trainer.fit()
     (row,) = trainer.history.rows
     assert {"val/dice", "val/dice_RV", "val/dice_MYO", "val/dice_LV", "val/steps"} <= row.keys()
-    assert ("train/ponder" in row) == (preset != "vit")
+    assert ("train/ponder" in row) == preset.startswith("rdvit")
     assert ("train/balance" in row) == ("val/expert_entropy" in row) == (preset == "rdvit-moe")
     still = [name for name, p in trainer.model.module.named_parameters() if torch.equal(p, before[name])]
     assert not still  # nothing is left out of the optimiser or cut off from the loss
+
+
+def test_one_stage_trains_as_the_last_state_does_and_two_do_not(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    """TC-5 through a whole training: the same weights to the last digit."""
+    runs = []
+    settings: list[dict[str, Any]] = [{"supervision": "final"}, *({"supervision": "stagewise", "stages": n} for n in (1, 2))]
+    for i, setting in enumerate(settings):
+        trainer = make_trainer(tmp_path / str(i), Scores(0.5), epochs=1, steps_per_epoch=3, loop_sampling={"low": 2}, **setting)
+        trainer.fit()
+        runs.append((rows_of(trainer), tensors_of(trainer)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+    assert runs[0][0] != runs[2][0]
+
+
+@pytest.mark.parametrize("model", [{"backprop_loops": 2}, {"solver": "midpoint"}])
+def test_other_ways_through_the_loop_train(tmp_path: Path, make_trainer: MakeTrainer, model: dict[str, Any]) -> None:
+    """Every parameter moves."""
+    trainer = make_trainer(tmp_path, Scores(0.5), model=model, epochs=1, steps_per_epoch=4, loop_sampling={"low": 3})
+    before = {name: p.detach().clone() for name, p in trainer.model.module.named_parameters()}
+    trainer.fit()
+    assert not [name for name, p in trainer.model.module.named_parameters() if torch.equal(p, before[name])]
 
 
 def test_learning_rate_follows_the_epochs(tmp_path: Path, make_trainer: MakeTrainer) -> None:
