@@ -7,8 +7,9 @@ written like. A NIfTI file's voxels are read when they are asked for, the others
 from __future__ import annotations
 
 import gzip
+import re
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 import nibabel as nib
 
@@ -87,14 +88,15 @@ def _load(path: Path) -> nib.Nifti1Pair:
     """nibabel.load, and also gzip under the suffix .nii or a plain file under .nii.gz, as users rename them."""
     name = path.name.lower()
     zipped = _is_zipped(path)
+    if (partner := _other_half(path)) is not None and not partner.is_file():
+        raise DataError(f"is one half of a pair, and {partner.name} is not there", file=path)
     if zipped == name.endswith(".gz") or not name.endswith((".nii", ".nii.gz")):
         image = nib.load(path, mmap=False)  # mapped files would change under us when someone overwrites them
         voxels = Path(image.file_map["image"].filename)
         end = limits.check_promise(image.shape, image.get_data_dtype().itemsize, path, int(image.dataobj.offset))
-        if voxels.exists():
-            limits.check_content(voxels, end, _is_zipped(voxels))
+        limits.check_content(voxels, end, _is_zipped(voxels))
         return image
-    with gzip.open(path) if zipped else path.open("rb") as stream:
+    with gzip.GzipFile(path) if zipped else path.open("rb") as stream:
         image_class = _nifti_class(stream)
         header = image_class.header_class.from_fileobj(stream)
         end = limits.check_promise(header.get_data_shape(), header.get_data_dtype().itemsize, path, header.get_data_offset())
@@ -103,12 +105,22 @@ def _load(path: Path) -> nib.Nifti1Pair:
         return image_class.from_bytes(stream.read(end))
 
 
+def _other_half(path: Path) -> Path | None:
+    """The .img of an .hdr and the other way round, in the same letters; None for the single files."""
+    found = re.search(r"\.(hdr|img)(?=(\.gz)?$)", path.name, re.IGNORECASE)
+    if found is None:
+        return None
+    other = "img" if found[1].lower() == "hdr" else "hdr"
+    other = other.upper() if found[1].isupper() else other
+    return path.with_name(f"{path.name[: found.start(1)]}{other}{path.name[found.end(1) :]}")
+
+
 def _is_zipped(path: Path) -> bool:
     with path.open("rb") as stream:
         return stream.read(2) == _GZIP
 
 
-def _nifti_class(stream: IO[bytes]) -> type[nib.Nifti1Image]:
+def _nifti_class(stream: gzip.GzipFile | BufferedReader) -> type[nib.Nifti1Image]:
     """NIfTI-2 where the first field, the size of the header, is 540 in either byte order; else NIfTI-1."""
     first = stream.read(4)
     stream.seek(0)

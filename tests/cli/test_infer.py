@@ -214,9 +214,9 @@ def write_bad(kind: str, folder: Path) -> Path:
     ("kind", "expected"),
     [
         ("missing", "missing.nii.gz: no such file"),
-        ("empty", "empty.nii.gz: cannot be read as NIfTI"),
+        ("empty", "empty.nii.gz: cannot be read as an image: the file is empty"),
         ("text", "text.nii.gz: cannot be read as NIfTI"),
-        ("suffix", "not a NIfTI file name"),
+        ("suffix", "not the name of an image"),
         ("nan", "96 of 768 voxels (12.5%) are NaN or infinite"),
         ("folder", "holds no image"),
     ],
