@@ -97,8 +97,7 @@ def _check_zlib(path: Path, start: int, stated: list[int]) -> None:
         raise DataError(f"its voxels cannot be read: {stated[0]} compressed bytes stated, {len(stream)} found", file=path)
     unpack = zlib.decompressobj(32 + zlib.MAX_WBITS)  # zlib or gzip
     try:
-        while stream and not unpack.eof:
-            unpack.decompress(stream, _HEADER_BYTES)
+        while not unpack.eof and (unpack.decompress(stream, _HEADER_BYTES) or unpack.unconsumed_tail):
             stream = unpack.unconsumed_tail
     except zlib.error as error:
         raise DataError(f"its voxels cannot be read: {error}", file=path) from error
