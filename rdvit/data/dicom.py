@@ -21,7 +21,7 @@ import SimpleITK as sitk  # noqa: N813 - its customary name
 from rdvit.data.files import is_dicom
 from rdvit.data.itk import as_nifti, itk_reason, ras_from_lps
 from rdvit.data.limits import check_content, check_promise
-from rdvit.errors import DataError
+from rdvit.errors import DataError, RdvitError
 
 SAME_PLACE_MM = 0.01
 EVEN, NEARLY_EVEN = 0.01, 0.1  # deviation of a slice distance from the median: nothing to say below, refused above
@@ -75,14 +75,19 @@ def list_series(folder: Path) -> list[Series]:
         DataError: pydicom is not installed, a file is damaged or of a kind that cannot be stacked, or there is no image.
     """
     found: dict[str, Series] = {}
+    passed_over: list[str] = []
     for file in sorted(file for file in folder.iterdir() if file.is_file() and is_dicom(file)):
         header = _header(file, folder)
         if header.get("Rows") is None:
-            continue  # a DICOMDIR, a report or a presentation state is no image
+            passed_over.append(file.name)  # a DICOMDIR, a report or a presentation state; or a slice cut short
+            continue
         uid, read = str(header.get("SeriesInstanceUID", "")), _slice(header, file)
         found.setdefault(uid, Series(uid, str(header.get("SeriesDescription", "")), [])).slices.append(read)
     if not found:
         raise DataError("holds DICOM files, but no image among them", file=folder)
+    if passed_over:
+        said = "%s: %d DICOM file(s) without an image are passed over: %s"
+        _log.warning(said, folder, len(passed_over), ", ".join(passed_over[:5]))
     return [found[uid] for uid in sorted(found)]
 
 
@@ -150,7 +155,7 @@ def _slice(header: Any, file: Path) -> Slice:
             float(header.get("SliceThickness") or 0),
             (None if times[0] is None else float(times[0]), None if times[1] is None else float(times[1])),
         )
-    except DataError:
+    except RdvitError:
         raise
     except Exception as error:  # values are converted when they are used, and damaged ones raise anything
         raise DataError(f"cannot be read as DICOM: {error or type(error).__name__}", file=file) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 import nibabel as nib
 
 from rdvit.data import itk, limits
-from rdvit.errors import DataError
+from rdvit.errors import DataError, RdvitError
 
 NIFTI_SUFFIXES = (".nii", ".nii.gz", ".hdr", ".img", ".hdr.gz", ".img.gz")
 SUFFIXES = (*NIFTI_SUFFIXES, *itk.SUFFIXES)
@@ -75,7 +75,7 @@ def _open_nifti(path: Path) -> nib.Nifti1Pair:
     """The nibabel image, NIfTI-1 or NIfTI-2, voxels not yet read."""
     try:
         image = _load(path)
-    except DataError:
+    except RdvitError:
         raise
     except Exception as error:  # damaged bytes make nibabel raise nearly anything, from zlib.error to OverflowError
         raise DataError(f"cannot be read as NIfTI: {str(error) or type(error).__name__}", file=path) from error

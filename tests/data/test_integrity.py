@@ -105,7 +105,10 @@ def test_each_fault_is_found_alone_and_named(copy: Path, kind: str, found: str, 
 def test_two_bad_cases_are_both_found(copy: Path) -> None:
     spoil("truncated", copy)
     frame(copy, 3, "_gt").write_text("no image")
-    assert [(finding.kind, finding.case) for finding in problems(copy)] == [("image", "patient002_ED"), ("labels", "patient003_ED")]
+    assert [(finding.kind, finding.case) for finding in problems(copy)] == [
+        ("image", "patient002_ED"),
+        ("labels", "patient003_ED"),
+    ]
 
 
 def test_warnings_are_no_problems(copy: Path) -> None:
