@@ -27,7 +27,7 @@ SEED = 2018  # of every split; fixed here so that "fold0-val" means the same pat
 FOLDS = 5
 
 _FOLD_NAME = re.compile(r"fold(\d+)-(train|val)")
-_NIFTI = re.compile(r"(.+)\.nii(\.gz)?", re.IGNORECASE)
+_IMAGE = re.compile(r"(.+)\.(?:nii(?:\.gz)?|nrrd|nhdr|mha|mhd)", re.IGNORECASE)
 _CASE_KEYS = ("id", "patient", "group", "phase", "image", "label")
 _log = logging.getLogger("rdvit")
 
@@ -39,8 +39,8 @@ class Case:
     Attributes:
         id: Unique in its data set; names the outputs, as in "patient001_ED".
         patient: Whose image it is; cases of one patient never part in a split.
-        image: NIfTI file.
-        label: NIfTI file on the image's grid, None where there is no reference.
+        image: Its file.
+        label: A file on the image's grid, None where there is no reference.
         group: Pathology group for stratified splits.
         phase: "ED" or "ES" for cardiac cine, from which ejection fractions are made.
     """
@@ -210,7 +210,7 @@ def _stratified_order(by_group: dict[str, list[str]]) -> list[str]:
 
 def _load_nnunet(root: Path, problems: list[str] | None) -> DataList:
     """imagesTr/ and labelsTr/: Decathlon names both files alike, nnU-Net ends images on the channel, _0000."""
-    images, labels = _nifti_files(root / "imagesTr"), _nifti_files(root / "labelsTr")
+    images, labels = _image_files(root / "imagesTr"), _image_files(root / "labelsTr")
     for stem in sorted(images.keys() - labels.keys()):
         case_id, channel = stem[:-5], stem[-5:]
         if case_id not in labels or not re.fullmatch(r"_\d{4}", channel):
@@ -219,7 +219,7 @@ def _load_nnunet(root: Path, problems: list[str] | None) -> DataList:
             raise DataError(f"{stem} is a second image of case {case_id}, one with one channel is expected", file=root)
         images[case_id] = images.pop(stem)
     if not images:
-        raise DataError("holds no .nii or .nii.gz images", file=root / "imagesTr")
+        raise DataError("holds no .nii, .nii.gz, .nrrd, .nhdr, .mha or .mhd images", file=root / "imagesTr")
     if unmatched := sorted(images.keys() - labels.keys()):
         _note(DataError(f"{len(unmatched)} images have no label in labelsTr: {_some(unmatched)}", file=root), problems)
     if unmatched := sorted(labels.keys() - images.keys()):
@@ -268,7 +268,7 @@ def _json_case(item: object, path: Path) -> Case:
     if texts.get("phase") not in (None, "ED", "ES"):
         raise DataError(f'"phase" must be "ED" or "ES", got {texts["phase"]!r}', file=path)
     image = path.parent / texts["image"]
-    match = _NIFTI.fullmatch(image.name)
+    match = _IMAGE.fullmatch(image.name)
     case_id = texts.get("id") or (match[1] if match else image.stem)
     if "/" in case_id or "\\" in case_id:
         raise DataError(f"an id becomes a file name and cannot hold a slash, got {case_id!r}", file=path)
@@ -276,13 +276,13 @@ def _json_case(item: object, path: Path) -> Case:
     return Case(case_id, texts.get("patient") or case_id, image, label, texts.get("group"), texts.get("phase"))
 
 
-def _nifti_files(folder: Path) -> dict[str, Path]:
-    """NIfTI files of a folder by name without suffix; hidden ones, such as macOS's ._ twins, are passed over."""
+def _image_files(folder: Path) -> dict[str, Path]:
+    """Images of a folder by name without suffix; hidden ones, such as macOS's ._ twins, are passed over."""
     if not folder.is_dir():
         raise DataError("no such folder", file=folder)
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        match = None if path.name.startswith(".") else _NIFTI.fullmatch(path.name)
+        match = None if path.name.startswith(".") else _IMAGE.fullmatch(path.name)
         if match and files.setdefault(match[1], path) != path:
             raise DataError(f"{files[match[1]].name} and {path.name} are two files of one case", file=folder)
     return files
