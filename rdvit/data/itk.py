@@ -6,8 +6,6 @@ anterior and superior. Whatever comes from the former passes `ras_from_lps` once
 
 from __future__ import annotations
 
-import re
-import zlib
 from pathlib import Path
 
 import nibabel as nib
@@ -15,9 +13,9 @@ import numpy as np
 import SimpleITK as sitk  # noqa: N813 - its customary name
 
 from rdvit.data.limits import check_promise
+from rdvit.data.metaimage import check_meta
 from rdvit.errors import DataError
 
-_HEADER_BYTES = 2**16  # a MetaImage header is text of a few hundred bytes
 SUFFIXES = (".nrrd", ".nhdr", ".mha", ".mhd")
 
 
@@ -46,7 +44,7 @@ def open_itk(path: Path) -> nib.Nifti1Image:
     """
     is_nrrd = path.name.lower().endswith((".nrrd", ".nhdr"))
     if not is_nrrd:
-        _check_meta(path)
+        check_meta(path)
     reader = sitk.ImageFileReader()
     reader.SetFileName(str(path))
     reader.SetImageIO("NrrdImageIO" if is_nrrd else "MetaImageIO")
@@ -71,38 +69,6 @@ def itk_reason(error: RuntimeError) -> str:
     """The last line of an ITK exception, which says what happened; the others say where in its source."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].split("): ")[-1] if lines else type(error).__name__
-
-
-def _check_meta(path: Path) -> None:
-    """Find what ITK complains of in lines of its own, and compressed voxels that are damaged, over which it never ends."""
-    with path.open("rb") as stream:
-        head = stream.read(_HEADER_BYTES)
-    data = re.search(rb"^\s*ElementDataFile\s*=[ \t]*([^\r\n]+)\r?\n?", head, re.MULTILINE)
-    if b"NDims" not in head or data is None:
-        raise DataError("cannot be read: no MetaImage header with NDims and ElementDataFile", file=path)
-    name = data[1].decode(errors="replace").strip()
-    is_local = name.upper() == "LOCAL"
-    if not is_local and (Path(name).name != name or not (path.parent / name).is_file()):
-        message = f"its voxels should be in {name!r}, one file in the same folder, which is not there"
-        raise DataError(message, file=path)
-    if re.search(rb"CompressedData\s*=\s*T", head[: data.start()], re.IGNORECASE):
-        sizes = re.findall(rb"CompressedDataSize\s*=\s*(\d+)", head[: data.start()])
-        _check_zlib(path if is_local else path.parent / name, data.end() if is_local else 0, [int(size) for size in sizes])
-
-
-def _check_zlib(path: Path, start: int, stated: list[int]) -> None:
-    """The stream must be whole and as long as stated; it is unpacked piece by piece and nothing of it is kept."""
-    stream = path.read_bytes()[start:]
-    if any(size != len(stream) for size in stated):
-        raise DataError(f"its voxels cannot be read: {stated[0]} compressed bytes stated, {len(stream)} found", file=path)
-    unpack = zlib.decompressobj(32 + zlib.MAX_WBITS)  # zlib or gzip
-    try:
-        while not unpack.eof and (unpack.decompress(stream, _HEADER_BYTES) or unpack.unconsumed_tail):
-            stream = unpack.unconsumed_tail
-    except zlib.error as error:
-        raise DataError(f"its voxels cannot be read: {error}", file=path) from error
-    if not unpack.eof:
-        raise DataError("its voxels cannot be read: the compressed data end too early", file=path)
 
 
 def _lps_affine(image: sitk.Image) -> np.ndarray:

@@ -198,6 +198,18 @@ class TestItk:
             with pytest.raises(DataError, match="its voxels cannot be read"):
                 read_image(tmp_path / "a.mha")
 
+    @pytest.mark.parametrize(
+        "change", [(b"NDims = 3", b"NDims = 9999"), (b"DimSize = 2 3 4", b"DimSize = 2 3 4 5"), (b"= Image", b"")]
+    )
+    def test_meta_headers_that_itk_would_trust(self, tmp_path: Path, change: tuple[bytes, bytes]) -> None:
+        """NDims = 9999 writes beyond ITK's arrays and ends the process."""
+        sitk.WriteImage(itk_image(), str(tmp_path / "a.mha"))
+        whole = (tmp_path / "a.mha").read_bytes()
+        assert change[0] in whole
+        (tmp_path / "a.mha").write_bytes(whole.replace(*change))
+        with pytest.raises(DataError, match=r"a\.mha: cannot be read"):
+            read_image(tmp_path / "a.mha")
+
     def test_constant_voxels_pack_well_and_are_read(self, tmp_path: Path) -> None:
         sitk.WriteImage(sitk.GetImageFromArray(np.full((8, 200, 200), 7, np.int16)), str(tmp_path / "a.mha"), True)
         assert (read_image(tmp_path / "a.mha").array == 7).all()
