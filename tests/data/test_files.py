@@ -207,8 +207,9 @@ class TestItk:
         whole = (tmp_path / "a.mha").read_bytes()
         assert change[0] in whole
         (tmp_path / "a.mha").write_bytes(whole.replace(*change))
-        with pytest.raises(DataError, match=r"a\.mha: cannot be read"):
+        with pytest.raises(DataError, match=r"a\.mha: cannot be read") as refusal:
             read_image(tmp_path / "a.mha")
+        assert "9999" not in whole.replace(*change).decode("latin1") or "NDims is 9999" in str(refusal.value)
 
     def test_constant_voxels_pack_well_and_are_read(self, tmp_path: Path) -> None:
         sitk.WriteImage(sitk.GetImageFromArray(np.full((8, 200, 200), 7, np.int16)), str(tmp_path / "a.mha"), True)
