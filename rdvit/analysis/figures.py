@@ -94,15 +94,15 @@ def overlay_montage(
     fig, panels = _slice_grid(image_XYZ[region], slices, spacing, axcodes=axcodes, title=title, bottom_inches=0.35)
     values = [int(value) for value in np.unique(labels_XYZ) if value != 0]
     for ax, z in zip(panels, slices, strict=True):
-        labels_RC = _to_screen(labels_XYZ[region][..., z], axcodes)
+        labels_RC = to_screen(labels_XYZ[region][..., z], axcodes)
         fill_RC4 = np.zeros((*labels_RC.shape, 4))
         for value in values:
             fill_RC4[labels_RC == value] = to_rgba(label_color(value), alpha=0.22)
         ax.imshow(fill_RC4, interpolation="nearest", aspect=ax.get_aspect())
-        _outline(ax, labels_RC, linewidths=1.6)
+        outline(ax, labels_RC, linewidths=1.6)
         if reference_XYZ is not None:
-            reference_RC = _to_screen(reference_XYZ[region][..., z], axcodes)
-            _outline(ax, reference_RC, "white", linewidths=0.9, linestyles=[DASHES])
+            reference_RC = to_screen(reference_XYZ[region][..., z], axcodes)
+            outline(ax, reference_RC, "white", linewidths=0.9, linestyles=[DASHES])
 
     legend: list[Any] = [Patch(facecolor=label_color(v), label=class_names.get(v, f"label {v}")) for v in values]
     if reference_XYZ is not None:
@@ -152,9 +152,9 @@ def map_figure(
     colors_N4[:, 3] = 0.9 * np.linspace(0, 1, 256) ** 0.6
     norm, glow = Normalize(vmin, vmax), ListedColormap(colors_N4)
     for ax, z in zip(panels, slices, strict=True):
-        map_RC = _to_screen(map_XYZ[region][..., z], axcodes)
+        map_RC = to_screen(map_XYZ[region][..., z], axcodes)
         ax.imshow(map_RC, cmap=glow, norm=norm, interpolation="nearest", aspect=ax.get_aspect())
-        _outline(ax, _to_screen(outlined_XYZ[region][..., z], axcodes), "white", linewidths=0.6)
+        outline(ax, to_screen(outlined_XYZ[region][..., z], axcodes), "white", linewidths=0.6)
 
     width = fig.get_figwidth()
     bar_ax = fig.add_axes((1 - 0.83 / width, 0.1, 0.16 / width, 0.75), facecolor="0.35")
@@ -210,7 +210,7 @@ def _check_same_shape(image_XYZ: np.ndarray, *others: np.ndarray | None) -> None
         raise DataError(f"expected arrays of one shape (X, Y, Z), got {', '.join(map(str, shapes))}")
 
 
-def _to_screen(slice_XY: np.ndarray, axcodes: Sequence[str]) -> np.ndarray:
+def to_screen(slice_XY: np.ndarray, axcodes: Sequence[str]) -> np.ndarray:
     """A slice as rows and columns, row 0 at the top: left and posterior to the right, anterior and superior up."""
     slice_RC = slice_XY.T
     if axcodes[1] in "AS":
@@ -250,7 +250,7 @@ def _slice_grid(
     right_inches: float = 0.0,
 ) -> tuple[Figure, list[Axes]]:
     """A black figure with the slices in gray, edge to edge, numbered from 1, in their true proportions."""
-    n_rows, n_columns = _grid_shape(len(slices))
+    n_rows, n_columns = grid_shape(len(slices))
     size_mm = np.array(image_XYZ.shape[:2]) * spacing[:2]
     # A single row of few panels is drawn larger, and never narrower than its legend.
     panel_width, panel_height = max(PANEL_INCHES, MIN_INCHES / n_columns) * size_mm / size_mm.max()
@@ -263,7 +263,7 @@ def _slice_grid(
     for ax in axes:
         ax.set_axis_off()
     for ax, z in zip(axes, slices, strict=False):
-        image_RC = _to_screen(image_XYZ[..., z], axcodes)
+        image_RC = to_screen(image_XYZ[..., z], axcodes)
         ax.imshow(image_RC, cmap="gray", interpolation="bilinear", aspect=float(spacing[1] / spacing[0]), **window)
         ax.set_autoscale_on(False)  # outlines must not widen the view
         number = ax.text(0.03, 0.97, f"{z + 1}/{image_XYZ.shape[2]}", transform=ax.transAxes, va="top", fontsize=9)
@@ -273,14 +273,14 @@ def _slice_grid(
     return fig, list(axes[: len(slices)])
 
 
-def _grid_shape(n_panels: int) -> tuple[int, int]:
+def grid_shape(n_panels: int) -> tuple[int, int]:
     """Rows and columns with the fewest gaps, at least square and at most about twice as wide as high."""
     columns = range(int(np.ceil(np.sqrt(n_panels))), int(np.ceil(np.sqrt(2 * n_panels))) + 1)
     best = min(columns, key=lambda n: -n_panels % n)
     return -(-n_panels // best), best
 
 
-def _outline(ax: Axes, labels_RC: np.ndarray, color: str | None = None, **style: Any) -> None:
+def outline(ax: Axes, labels_RC: np.ndarray, color: str | None = None, **style: Any) -> None:
     """Contours of all labels of a slice, in one colour or each in its own, closed also where they touch the edge."""
     columns, rows = (np.arange(-1, size + 1) for size in labels_RC.shape[::-1])
     for value in np.unique(labels_RC[labels_RC != 0]):

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rdvit import __version__
-from rdvit.cli import demo, evaluate, infer, info, measure, prepare, train
+from rdvit.cli import check, demo, evaluate, infer, info, measure, prepare, train
 from rdvit.cli.console import error_line, set_up_logging
 from rdvit.errors import RdvitError
 
@@ -28,6 +28,7 @@ app.command()(train.train)
 app.command()(infer.infer)
 app.command()(evaluate.evaluate)
 app.command()(measure.measure)
+app.command()(check.check)
 app.command()(info.info)
 app.command()(demo.demo)
 app.add_typer(prepare.app, name="prepare")

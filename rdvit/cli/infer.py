@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def infer(
-    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="NIfTI files, or folders of them.")],
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="Images, folders of images, DICOM folders.")],
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("segmentations"),
     model: Annotated[str | None, typer.Option(help="Model folder or name of a run; the newest finished run.")] = None,
     loops: Annotated[int | None, typer.Option(help="Number of loops; as trained where not given.")] = None,
@@ -28,6 +28,7 @@ def infer(
     all_frames: Annotated[
         bool, typer.Option("--all-frames", help="All frames of 4D files: 4D masks, volume curve, EF.")
     ] = False,
+    series: Annotated[str | None, typer.Option(help="Series of a DICOM folder: UID, its end, or description.")] = None,
     maps: Annotated[bool, typer.Option("--maps", help="Write the halting map and the entropy map.")] = False,
     preview: Annotated[bool, typer.Option("--preview", help="Write a PNG with the slices and their contours.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
@@ -46,7 +47,7 @@ def infer(
         raise ConfigError("expected --frame or --all-frames, found both")
     files = _files(inputs)
     targets = _targets(files, out)
-    wishes = Wishes(loops, halting, frame, all_frames, maps, preview, overwrite)
+    wishes = Wishes(loops, halting, frame, all_frames, series, maps, preview, overwrite)
     ends = ["seg.nii.gz", *(["halting.nii.gz", "entropy.nii.gz"] if maps else []), *(["preview.png"] if preview else [])]
     ends += ["volumes.csv"] if all_frames else []
     check_output(out, [_named(out / stem, end) for stem in targets.values() for end in ends], overwrite)
@@ -89,6 +90,7 @@ class Wishes:
     halting: Literal["act", "none"] | None
     frame: int | None
     all_frames: bool
+    series: str | None
     maps: bool
     preview: bool
     overwrite: bool
@@ -98,17 +100,16 @@ def _segment(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
     """Segment one file and write its results beside each other; returns what was written and measured."""
     import numpy as np
 
-    from rdvit.data.volume import frame_count, read_image
+    from rdvit.data.volume import read_frames, read_image
     from rdvit.evaluation.cardiac import cine_measures, structure_volumes_ml
     from rdvit.inference.writer import write_labels, write_map
 
     names, overwrite = predictor.info.class_names, wishes.overwrite
-    frames = list(range(1, frame_count(file) + 1)) if wishes.all_frames else [wishes.frame]
     for end in ("seg.nii.gz", "halting.nii.gz", "entropy.nii.gz", "volumes.csv", "preview.png") if overwrite else ():
         _named(target, end).unlink(missing_ok=True)  # if this case fails, no older result must pass for its own
     predictions, volumes_T = [], []
-    for number in frames:
-        image = read_image(file, number)
+    images = read_frames(file, wishes.series) if wishes.all_frames else [read_image(file, wishes.frame, wishes.series)]
+    for image in images:
         predictions.append(predictor(image, wishes.loops, wishes.halting, wishes.maps))
         volumes_T.append(structure_volumes_ml(predictions[-1].labels_XYZ, image.spacing, names))
 
@@ -123,13 +124,13 @@ def _segment(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
         written["entropy"] = write_map(_named(target, "entropy.nii.gz"), entropy, image, "entropy in nats", overwrite)
     result: dict[str, Any] = {"volumes_ml": volumes_T[0]}
     shown = 0
-    if len(frames) > 1:
+    if len(predictions) > 1:
         measures = cine_measures(volumes_T)
         shown = int(measures.get("ED_frame", 1)) - 1
         result = {"volumes_ml": volumes_T[shown], "volumes_per_frame_ml": volumes_T, "measures": measures}
         written["volumes"] = _write_curve(_named(target, "volumes.csv"), volumes_T)
     if wishes.preview:
-        image = read_image(file, frames[shown])
+        image = read_image(file, shown + 1, wishes.series) if len(predictions) > 1 else image
         written["preview"] = _preview(image, predictions[shown].labels_XYZ, names, file, _named(target, "preview.png"))
     return {
         "file": str(file),
@@ -163,8 +164,8 @@ def _write_curve(path: Path, volumes_T: list[dict[str, float]]) -> Path:
 
 
 def _files(inputs: list[Path]) -> list[Path]:
-    """The images named, and those in the folders named; hidden files are passed over."""
-    from rdvit.data.volume import SUFFIXES
+    """The images named, and those in the folders named, where a folder of DICOM files is one; hidden files are passed over."""
+    from rdvit.data.files import SUFFIXES, is_dicom_folder
 
     files: list[Path] = []
     for path in inputs:
@@ -173,15 +174,17 @@ def _files(inputs: list[Path]) -> list[Path]:
             continue
         found = sorted(f for f in path.iterdir() if f.name.lower().endswith(SUFFIXES) and not f.name.startswith("."))
         found = [f for f in found if not f.name.lower().endswith((".img", ".img.gz"))]  # the .hdr stands for the pair
-        if not found:
-            raise DataError(f"holds no image, looked for {', '.join(SUFFIXES)}", file=path)
-        files += found
+        if not found and not is_dicom_folder(path):
+            raise DataError(f"holds no image, looked for {', '.join(SUFFIXES)} and for DICOM files", file=path)
+        files += found or [path]
     return list(dict.fromkeys(files))
 
 
 def _targets(files: list[Path], out: Path) -> dict[Path, str]:
     """A name for the results of each file; two files of one name are told apart by their folders."""
-    stems = {file: _stem(file) for file in files}
+    from rdvit.data.files import stem as stem_of
+
+    stems = {file: stem_of(file) for file in files}
     names = list(stems.values())
     for file, stem in list(stems.items()):
         if names.count(stem) > 1:
@@ -191,14 +194,6 @@ def _targets(files: list[Path], out: Path) -> dict[Path, str]:
             f"several inputs would be written under one name in {out}", hint="segment them into folders of their own"
         )
     return stems
-
-
-def _stem(file: Path) -> str:
-    name = file.name
-    for suffix in (".nii.gz", ".hdr.gz", ".img.gz", ".nii", ".hdr", ".img"):
-        if name.lower().endswith(suffix):
-            return name[: -len(suffix)]
-    return file.stem
 
 
 def _named(target: Path, end: str) -> Path:

@@ -77,25 +77,37 @@ def read_info(path: Path) -> Info:
     return Info(numbers[0], numbers[1], entries.get("Group") or None)
 
 
-def find_frames(root: Path) -> list[Frame]:
+def find_frames(root: Path, problems: list[str] | None = None) -> list[Frame]:
     """The ED and ES frame of every patient, in the order of the patient folders.
 
     Args:
         root: As in `find_patients`.
+        problems: Where given, what is wrong with a patient is noted here and its frames are left out.
 
     Raises:
         DataError: An Info.cfg is broken, or a frame it names lacks its image or label; all missing files are named.
     """
     frames, missing = [], []
     for folder in find_patients(root):
-        info = read_info(folder / "Info.cfg")
+        try:
+            info = read_info(folder / "Info.cfg")
+        except DataError as error:
+            if problems is None:
+                raise
+            problems.append(str(error))
+            continue
         for phase, number in (("ED", info.ed), ("ES", info.es)):
             image, label = (_nifti(folder / f"{folder.name}_frame{number:02d}{end}") for end in ("", "_gt"))
-            frames.append(Frame(folder.name, info.group, phase, image, label))
-            missing += [path.name for path in (image, label) if not path.is_file()]
+            absent = [path.name for path in (image, label) if not path.is_file()]
+            missing += absent
+            if not absent or problems is None:
+                frames.append(Frame(folder.name, info.group, phase, image, label))
     if missing:
         names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise DataError(f"Info.cfg names {len(missing)} frame files that are missing: {names}", file=root)
+        absence = DataError(f"Info.cfg names {len(missing)} frame files that are missing: {names}", file=root)
+        if problems is None:
+            raise absence
+        problems.append(str(absence))
     return frames
 
 

@@ -27,7 +27,7 @@ SEED = 2018  # of every split; fixed here so that "fold0-val" means the same pat
 FOLDS = 5
 
 _FOLD_NAME = re.compile(r"fold(\d+)-(train|val)")
-_NIFTI = re.compile(r"(.+)\.nii(\.gz)?", re.IGNORECASE)
+_IMAGE = re.compile(r"(.+)\.(?:nii(?:\.gz)?|nrrd|nhdr|mha|mhd)", re.IGNORECASE)
 _CASE_KEYS = ("id", "patient", "group", "phase", "image", "label")
 _log = logging.getLogger("rdvit")
 
@@ -39,8 +39,8 @@ class Case:
     Attributes:
         id: Unique in its data set; names the outputs, as in "patient001_ED".
         patient: Whose image it is; cases of one patient never part in a split.
-        image: NIfTI file.
-        label: NIfTI file on the image's grid, None where there is no reference.
+        image: Its file.
+        label: A file on the image's grid, None where there is no reference.
         group: Pathology group for stratified splits.
         phase: "ED" or "ES" for cardiac cine, from which ejection fractions are made.
     """
@@ -72,12 +72,13 @@ class DataList:
     splits: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def load_data(path: str | Path) -> DataList:
+def load_data(path: str | Path, problems: list[str] | None = None) -> DataList:
     """Find out which of the three layouts a path has, and list its cases.
 
     Args:
         path: An ACDC folder (with training/, or training/ or testing/ itself), a folder with imagesTr/ and labelsTr/,
             or a .json file.
+        problems: Where given, what is wrong with single cases is noted here, and they are left out, instead of raised.
 
     Raises:
         DataError: There is no such layout, or images, labels or classes are missing or contradict each other.
@@ -86,17 +87,17 @@ def load_data(path: str | Path) -> DataList:
     if path.is_file():
         if path.suffix.lower() != ".json":
             raise DataError("expected a data set folder or a .json data list", file=path)
-        return _load_json(path)
+        return _load_json(path, problems)
     if not path.is_dir():
         raise DataError("no such folder or file", file=path)
     if acdc.find_patients(path):
         cases = tuple(
             Case(f"{frame.patient}_{frame.phase}", frame.patient, frame.image, frame.label, frame.group, frame.phase)
-            for frame in acdc.find_frames(path)
+            for frame in acdc.find_frames(path, problems)
         )
         return DataList("ACDC", path, cases, dict(acdc.CLASS_NAMES))
     if (path / "imagesTr").is_dir():
-        return _load_nnunet(path)
+        return _load_nnunet(path, problems)
     there = sorted(entry.name for entry in path.iterdir())
     raise DataError(
         "no data set found: looked for patient folders with Info.cfg (ACDC), here and in training/ or testing/, "
@@ -207,9 +208,9 @@ def _stratified_order(by_group: dict[str, list[str]]) -> list[str]:
     return [patient for _, _, patient in sorted(places)]
 
 
-def _load_nnunet(root: Path) -> DataList:
+def _load_nnunet(root: Path, problems: list[str] | None) -> DataList:
     """imagesTr/ and labelsTr/: Decathlon names both files alike, nnU-Net ends images on the channel, _0000."""
-    images, labels = _nifti_files(root / "imagesTr"), _nifti_files(root / "labelsTr")
+    images, labels = _image_files(root / "imagesTr"), _image_files(root / "labelsTr")
     for stem in sorted(images.keys() - labels.keys()):
         case_id, channel = stem[:-5], stem[-5:]
         if case_id not in labels or not re.fullmatch(r"_\d{4}", channel):
@@ -218,19 +219,19 @@ def _load_nnunet(root: Path) -> DataList:
             raise DataError(f"{stem} is a second image of case {case_id}, one with one channel is expected", file=root)
         images[case_id] = images.pop(stem)
     if not images:
-        raise DataError("holds no .nii or .nii.gz images", file=root / "imagesTr")
+        raise DataError("holds no .nii, .nii.gz, .nrrd, .nhdr, .mha or .mhd images", file=root / "imagesTr")
     if unmatched := sorted(images.keys() - labels.keys()):
-        raise DataError(f"{len(unmatched)} images have no label in labelsTr: {_some(unmatched)}", file=root)
+        _note(DataError(f"{len(unmatched)} images have no label in labelsTr: {_some(unmatched)}", file=root), problems)
     if unmatched := sorted(labels.keys() - images.keys()):
-        raise DataError(f"{len(unmatched)} labels have no image in imagesTr: {_some(unmatched)}", file=root)
-    cases = tuple(Case(stem, stem, images[stem], labels[stem]) for stem in sorted(images))
+        _note(DataError(f"{len(unmatched)} labels have no image in imagesTr: {_some(unmatched)}", file=root), problems)
+    cases = tuple(Case(stem, stem, images[stem], labels[stem]) for stem in sorted(images.keys() & labels.keys()))
     description = root / "dataset.json"
     content = _read_json(description) if description.is_file() else {}
-    names = _class_names(content["labels"], description) if "labels" in content else _scan_classes(cases, root)
+    names = _class_names(content["labels"], description) if "labels" in content else _scan_classes(cases, root, problems)
     return DataList(str(content.get("name") or root.resolve().name), root, cases, names)
 
 
-def _load_json(path: Path) -> DataList:
+def _load_json(path: Path, problems: list[str] | None) -> DataList:
     """{"labels": {...}, "training": [{"image": ..., "label": ...}, ...], "validation": [...], ...}."""
     content = _read_json(path)
     cases: dict[str, Case] = {}
@@ -250,9 +251,9 @@ def _load_json(path: Path) -> DataList:
         raise DataError(f'expected a list of {{"image", "label"}} entries, found only the keys {keys}', file=path)
     files = [file for case in cases.values() for file in (case.image, case.label) if file is not None]
     if missing := [str(file) for file in files if not file.is_file()]:
-        raise DataError(f"{len(missing)} of {len(files)} listed files are missing: {_some(missing)}", file=path)
-    found = tuple(cases.values())
-    names = _class_names(content["labels"], path) if "labels" in content else _scan_classes(found, path)
+        _note(DataError(f"{len(missing)} of {len(files)} listed files are missing: {_some(missing)}", file=path), problems)
+    found = tuple(case for case in cases.values() if not {str(case.image), str(case.label)} & set(missing))
+    names = _class_names(content["labels"], path) if "labels" in content else _scan_classes(found, path, problems)
     return DataList(str(content.get("name") or path.stem), path.parent, found, names, splits)
 
 
@@ -267,7 +268,7 @@ def _json_case(item: object, path: Path) -> Case:
     if texts.get("phase") not in (None, "ED", "ES"):
         raise DataError(f'"phase" must be "ED" or "ES", got {texts["phase"]!r}', file=path)
     image = path.parent / texts["image"]
-    match = _NIFTI.fullmatch(image.name)
+    match = _IMAGE.fullmatch(image.name)
     case_id = texts.get("id") or (match[1] if match else image.stem)
     if "/" in case_id or "\\" in case_id:
         raise DataError(f"an id becomes a file name and cannot hold a slash, got {case_id!r}", file=path)
@@ -275,13 +276,13 @@ def _json_case(item: object, path: Path) -> Case:
     return Case(case_id, texts.get("patient") or case_id, image, label, texts.get("group"), texts.get("phase"))
 
 
-def _nifti_files(folder: Path) -> dict[str, Path]:
-    """NIfTI files of a folder by name without suffix; hidden ones, such as macOS's ._ twins, are passed over."""
+def _image_files(folder: Path) -> dict[str, Path]:
+    """Images of a folder by name without suffix; hidden ones, such as macOS's ._ twins, are passed over."""
     if not folder.is_dir():
         raise DataError("no such folder", file=folder)
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        match = None if path.name.startswith(".") else _NIFTI.fullmatch(path.name)
+        match = None if path.name.startswith(".") else _IMAGE.fullmatch(path.name)
         if match and files.setdefault(match[1], path) != path:
             raise DataError(f"{files[match[1]].name} and {path.name} are two files of one case", file=folder)
     return files
@@ -311,15 +312,25 @@ def _class_names(entries: object, path: Path) -> dict[int, str]:
     return {value: names[value] for value in sorted(names) if value != 0}
 
 
-def _scan_classes(cases: Iterable[Case], path: Path) -> dict[int, str]:
+def _scan_classes(cases: Iterable[Case], path: Path, problems: list[str] | None) -> dict[int, str]:
     """Class names made up from the label values that occur."""
     values: set[int] = set()
     for case in cases:
-        if case.label is not None:
-            values.update(np.unique(read_labels(case.label).array).tolist())
+        try:
+            values.update([] if case.label is None else np.unique(read_labels(case.label).array).tolist())
+        except DataError:
+            if problems is None:
+                raise  # otherwise whoever looks at the case finds it again
     names = {value: f"label_{value}" for value in sorted(values - {0})}
     _log.warning("%s: no class names given, the label files hold %s", path, _some(list(names.values())) or "none")
     return names
+
+
+def _note(error: DataError, problems: list[str] | None) -> None:
+    """Raise an error, or note it where problems are collected."""
+    if problems is None:
+        raise error
+    problems.append(str(error))
 
 
 def _some(names: list[str]) -> str:

@@ -1,9 +1,13 @@
-"""Volumes: one array with the place of its voxels in the patient, read from NIfTI and turned into a common orientation.
+"""Volumes: one array with the place of its voxels in the patient, read from a file and turned into a common orientation.
 
 Spacing. NIfTI stores it twice, in ``pixdim`` and as the norms of the affine's columns, and files exist where the two
 disagree. The rule here, applied by `true_affine` to every file: the column norms are the spacing, except where all
 three are 1 and pixdim is not. There pixdim is the truth and the affine's columns are stretched to it; every volume of
 ACDC is such a file (qform_code 0, sform diag(-1, -1, 1), pixdim 1.5625 x 1.5625 x 10 mm).
+
+Shear. Rounded or resampled transforms are sometimes not quite perpendicular. Below 1e-2 (the largest cosine between two
+axes) the nearest rotation takes their place for all work, which is said with the angle; results get the transform of the
+file, as it was. More shear than that is refused: spacing and slices would have no plain meaning.
 
 Frames. A cine is 4D, (X, Y, Z, T), and T is never a channel: one frame is asked for by its number, which counts from 1
 as in ACDC's Info.cfg.
@@ -13,22 +17,24 @@ Coordinates are RAS millimetres inside the package, arrays are (X, Y, Z) in the 
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 from nibabel import orientations
+from scipy.linalg import polar
 
+from rdvit.data.files import open_image
 from rdvit.errors import DataError
 
-SUFFIXES = (".nii", ".nii.gz", ".hdr", ".img", ".hdr.gz", ".img.gz")
 SPACING_RANGE_MM = (0.05, 50.0)
 MAX_LABELS = 64  # distinct values of a label map; a file with more is an image, most often swapped files
 MAX_NON_FINITE = 0.05  # share of the voxels
+MAX_SHEAR, ROUNDING_SHEAR = 1e-2, 1e-5  # cosine between two axes: refused above, not worth a word below (NIfTI's float32)
 
 _log = logging.getLogger("rdvit")
 _told: set[str] = set()  # which spacing disagreements this process has already reported
@@ -42,7 +48,8 @@ class Volume:
         array: (X, Y, Z); float32 for images, uint8 or uint16 for labels.
         affine: (4, 4) float64, voxel indices to RAS mm, with the true spacing (see the module's rule).
         path: The file it was read from.
-        header: The file's NIfTI header as stored, for writing in the same geometry; None once the array was reoriented.
+        header: The file's NIfTI header as stored, for writing in the same geometry; made from the geometry for other
+            kinds of file; None once the array was reoriented.
     """
 
     array: np.ndarray
@@ -57,21 +64,38 @@ class Volume:
         return float(x), float(y), float(z)
 
 
-def read_image(path: str | Path, frame: int | None = None) -> Volume:
-    """Read an image as float32, with scl_slope and scl_inter applied.
+def read_image(path: str | Path, frame: int | None = None, series: str | None = None) -> Volume:
+    """Read an image as float32, with slope and intercept applied.
 
     Non-finite voxels are replaced by the median of the finite ones and reported: one NaN would spoil a whole z-score.
 
     Args:
-        path: .nii, .nii.gz, or either half of an .hdr/.img pair; 2D, 3D or 4D. A 2D file becomes (X, Y, 1).
+        path: NIfTI (.nii, .nii.gz, or either half of an .hdr/.img pair), NRRD, MHA or MHD, or a folder with a DICOM
+            series; 2D, 3D or 4D. A 2D file becomes (X, Y, 1).
         frame: Which frame of a 4D file, counted from 1.
+        series: Which series of a DICOM folder, where it holds several.
 
     Raises:
-        DataError: The file cannot be read, holds no real numbers, needs a frame number, has an impossible spacing, or
-            more than 5 % of its voxels are not finite.
+        DataError: The file cannot be read, holds no real numbers, needs a frame number, has an impossible spacing or
+            too much shear, or more than 5 % of its voxels are not finite.
     """
     path = Path(path)
-    image = _open(path)
+    return _image_of(open_image(path, series), frame, path)
+
+
+def read_frames(path: str | Path, series: str | None = None) -> Iterator[Volume]:
+    """Every frame of an image one after the other, each as `read_image` gives it; the file is opened once.
+
+    Raises:
+        DataError: As in `read_image`.
+    """
+    path = Path(path)
+    image = open_image(path, series)
+    for number in range(1, _frames_in(image, path) + 1):
+        yield _image_of(image, number, path)
+
+
+def _image_of(image: nib.Nifti1Pair, frame: int | None, path: Path) -> Volume:
     with np.errstate(over="ignore"):  # float64 beyond float32 becomes inf and is counted below
         array = _read_frame(image, frame, path).astype(np.float32)
     finite = np.isfinite(array)
@@ -98,7 +122,7 @@ def read_labels(path: str | Path, frame: int | None = None) -> Volume:
             come back as 2.9999999, which is rounded), or there are more than 64 distinct values.
     """
     path = Path(path)
-    image = _open(path)
+    image = open_image(path)
     values = _read_frame(image, frame, path)
     if values.dtype.kind == "f":
         if not np.isfinite(values).all():
@@ -120,14 +144,14 @@ def read_labels(path: str | Path, frame: int | None = None) -> Volume:
     return Volume(labels, _affine_of(image, path), path, image.header)
 
 
-def frame_count(path: str | Path) -> int:
+def frame_count(path: str | Path, series: str | None = None) -> int:
     """Number of time frames in a file, 1 for 2D and 3D.
 
     Raises:
         DataError: The file cannot be read.
     """
     path = Path(path)
-    return _frames_in(_open(path), path)
+    return _frames_in(open_image(path, series), path)
 
 
 def canonical_geometry(path: str | Path) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
@@ -137,7 +161,7 @@ def canonical_geometry(path: str | Path) -> tuple[tuple[int, int, int], tuple[fl
         DataError: The header cannot be read.
     """
     path = Path(path)
-    image = _open(path)
+    image = open_image(path)
     _frames_in(image, path)
     x, y, z = (*image.shape[:3], 1)[:3]
     voxels = np.broadcast_to(np.uint8(0), (x, y, z))
@@ -229,35 +253,6 @@ def check_same_grid(image: Volume, labels: Volume) -> None:
         _log.warning("%s: labels lie up to %.3g mm off their image %s, taken as equal", labels.path, gap_mm, image.path)
 
 
-def _open(path: Path) -> nib.Nifti1Pair:
-    """The nibabel image, voxels not yet read; NIfTI-1 or NIfTI-2."""
-    if path.is_dir():
-        raise DataError("is a folder, one NIfTI file was expected", file=path)
-    if not path.exists():
-        raise DataError("no such file", file=path)
-    if not path.name.lower().endswith(SUFFIXES):
-        raise DataError(f"not a NIfTI file name, it should end in {', '.join(SUFFIXES)}", file=path)
-    try:
-        image = _load(path)
-    except Exception as error:  # damaged bytes make nibabel raise nearly anything, from zlib.error to OverflowError
-        raise DataError(f"cannot be read as NIfTI: {str(error) or type(error).__name__}", file=path) from error
-    if not isinstance(image, nib.Nifti1Pair):
-        raise DataError("is Analyze, not NIfTI: it does not say where left and right are", file=path)
-    return image
-
-
-def _load(path: Path) -> nib.Nifti1Pair:
-    """nibabel.load, and also gzip under the suffix .nii or a plain file under .nii.gz, as users rename them."""
-    name = path.name.lower()
-    with path.open("rb") as stream:
-        zipped = stream.read(2) == b"\x1f\x8b"
-    if zipped == name.endswith(".gz") or not name.endswith((".nii", ".nii.gz")) or path.stat().st_size == 0:
-        return nib.load(path, mmap=False)  # mapped files would change under us when someone overwrites them
-    content = gzip.decompress(path.read_bytes()) if zipped else path.read_bytes()
-    is_nifti2 = 540 in (int.from_bytes(content[:4], "little"), int.from_bytes(content[:4], "big"))  # sizeof_hdr
-    return (nib.Nifti2Image if is_nifti2 else nib.Nifti1Image).from_bytes(content)
-
-
 def _frames_in(image: nib.Nifti1Pair, path: Path) -> int:
     shape = image.shape
     if len(shape) not in (2, 3, 4) or 0 in shape:
@@ -300,7 +295,24 @@ def _affine_of(image: nib.Nifti1Pair, path: Path) -> np.ndarray:
         raise DataError(message, file=path, hint=f"xyzt_units is {int(image.header['xyzt_units'])}, 2 means mm")
     if abs(np.linalg.det(affine[:3, :3] / spacing)) < 1e-3:
         raise DataError("its affine is singular: two axes run in the same direction", file=path)
-    return affine
+    return _without_shear(affine, path)
+
+
+def _without_shear(affine: np.ndarray, path: Path) -> np.ndarray:
+    """The affine with perpendicular axes of the same lengths, by the polar decomposition; see the module's rule."""
+    spacing = _column_norms(affine)
+    directions = affine[:3, :3] / spacing
+    shear = float(np.abs(directions.T @ directions - np.eye(3)).max())
+    if shear < ROUNDING_SHEAR:
+        return affine
+    said = f"its axes are {np.degrees(np.arcsin(min(shear, 1))):.2g} degrees off perpendicular (shear {shear:.2g})"
+    if shear >= MAX_SHEAR:
+        raise DataError(f"{said}, less than {MAX_SHEAR:g} was expected", file=path, hint="resample it to a regular grid")
+    _log.warning("%s: %s, the nearest rotation is used; results keep the file's own transform", path, said)
+    rotation, _ = polar(directions)
+    straight = affine.copy()
+    straight[:3, :3] = rotation * spacing
+    return straight
 
 
 def _slice_axis(volume: Volume) -> int | None:

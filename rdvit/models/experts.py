@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from rdvit.models.feedforward import FeedForward, swiglu
 
-
 ROWS = 128  # token counts are rounded up to whole multiples of this where they vary from step to step
 
 

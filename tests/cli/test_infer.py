@@ -214,9 +214,9 @@ def write_bad(kind: str, folder: Path) -> Path:
     ("kind", "expected"),
     [
         ("missing", "missing.nii.gz: no such file"),
-        ("empty", "empty.nii.gz: cannot be read as NIfTI"),
+        ("empty", "empty.nii.gz: cannot be read as an image: the file is empty"),
         ("text", "text.nii.gz: cannot be read as NIfTI"),
-        ("suffix", "not a NIfTI file name"),
+        ("suffix", "not the name of an image"),
         ("nan", "96 of 768 voxels (12.5%) are NaN or infinite"),
         ("folder", "holds no image"),
     ],
@@ -330,3 +330,43 @@ def test_a_case_that_fails_leaves_no_older_result_behind(segment: Segment, image
     again.write_bytes(b"")
     assert segment(again, "--overwrite").returncode == 2
     assert not (tmp_path / "out" / "again_seg.nii.gz").exists()
+
+
+# Other kinds of files
+
+
+def test_nrrd_gives_a_nifti_mask_in_its_place(segment: Segment, image: Path, tmp_path: Path) -> None:
+    import SimpleITK as sitk  # noqa: N813 - its customary name
+
+    source = tmp_path / "scan.nrrd"
+    sitk.WriteImage(sitk.ReadImage(str(write_oblique(tmp_path / "oblique.nii"))), str(source))
+    assert segment(source, tmp_path / "oblique.nii").returncode == 0
+    from_nrrd, from_nifti = (tmp_path / "out" / f"{stem}_seg.nii.gz" for stem in ("scan", "oblique"))
+    np.testing.assert_array_equal(data_of(from_nrrd), data_of(from_nifti))
+    np.testing.assert_allclose(nib.load(from_nrrd).affine, nib.load(from_nifti).affine, atol=1e-4)
+
+
+def test_a_dicom_folder_is_one_input(segment: Segment, tmp_path: Path) -> None:
+    pydicom = pytest.importorskip("pydicom", reason='needs pydicom: pip install "rdvit[dicom]"')
+    import SimpleITK as sitk  # noqa: N813 - its customary name
+
+    def write_series(uid: str) -> None:
+        for z in range(3):
+            slice_ = sitk.GetImageFromArray(np.random.default_rng(z).integers(0, 900, (1, 30, 32)).astype(np.int16))
+            path = tmp_path / "Scan 1" / f"{uid}-{z}.dcm"
+            path.parent.mkdir(exist_ok=True)
+            sitk.WriteImage(slice_, str(path))
+            header = pydicom.dcmread(path)
+            header.SeriesInstanceUID, header.SOPInstanceUID = uid, f"{uid}.{z}"
+            header.ImageOrientationPatient, header.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [5, 6, 8.0 * z]
+            header.PixelSpacing, header.PatientName = [1.5, 1.5], "Doe^Jane"
+            header.save_as(path)
+
+    write_series("1.2.3")
+    assert segment(tmp_path / "Scan 1", "--preview").returncode == 0
+    mask = nib.load(tmp_path / "out" / "Scan 1_seg.nii.gz")
+    assert mask.shape == (32, 30, 3)
+    np.testing.assert_allclose(mask.affine, [[-1.5, 0, 0, -5], [0, -1.5, 0, -6], [0, 0, 8, 0], [0, 0, 0, 1]], atol=1e-5)
+    write_series("1.2.4")
+    refused(segment(tmp_path / "Scan 1", "--overwrite"), "holds 2 series: 1.2.3 (no description, 3 images); 1.2.4")
+    assert segment(tmp_path / "Scan 1", "--overwrite", "--series", "2.4").returncode == 0

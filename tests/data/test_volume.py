@@ -277,7 +277,7 @@ class TestBrokenFiles:
         (tmp_path / "a.png").touch()
         with pytest.raises(DataError, match="no such file"):
             read_image(tmp_path / "none.nii.gz")
-        with pytest.raises(DataError, match="is a folder"):
+        with pytest.raises(DataError, match="folder without DICOM"):
             read_image(tmp_path)
         with pytest.raises(DataError, match=r"should end in \.nii"):
             read_image(tmp_path / "a.png")
