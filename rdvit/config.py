@@ -161,6 +161,11 @@ class DataConfig(Section):
     num_workers: int = Field(0, ge=0)
     augment: AugmentConfig = AugmentConfig()
 
+    @property
+    def working_spacing(self) -> float | None:
+        """In-plane spacing that images are resampled to, in mm; None where they keep their own."""
+        return self.spacing if isinstance(self.spacing, float) else None
+
 
 class LossConfig(Section):
     """Weights of the terms of the training loss."""

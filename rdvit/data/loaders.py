@@ -27,7 +27,7 @@ def cached_cases(cases: Sequence[Case], config: Config, class_values: tuple[int,
     Says what the cache holds and costs. On disk a case's key covers its files (name, size, time) and the preprocessing.
     """
     set_track_meta(False)  # plain tensors: our own frame leads back, and MetaTensor would triple the time of small transforms
-    spacing = config.data.spacing if isinstance(config.data.spacing, float) else None
+    spacing = config.data.working_spacing
     prepare = PrepareCase(spacing, config.data.clip_percentiles, class_values)
     if config.data.cache == "disk":
         key = json.dumps([spacing, config.data.clip_percentiles, class_values])

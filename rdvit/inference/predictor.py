@@ -69,8 +69,7 @@ class Predictor:
         self.model = model.to(self.device)
         self.layout = layout
         self.class_values = np.array([0, *info.class_names])
-        spacing = self.config.data.spacing
-        self.spacing = spacing if isinstance(spacing, float) else None
+        self.spacing = self.config.data.working_spacing
 
     def __call__(
         self, volume: Volume, loops: int | None = None, halting: Halting | None = None, maps: bool = False

@@ -109,7 +109,7 @@ def _read(case: Case, config: Config, class_values: tuple[int, ...]) -> Validati
         raise DataError(f"case {case.id} has no label, validation needs one", file=case.image)
     image, labels = read_image(case.image), read_labels(case.label)
     check_same_grid(image, labels)
-    spacing = config.data.spacing if isinstance(config.data.spacing, float) else None
+    spacing = config.data.working_spacing
     image_1XYZ, frame = prepare_image(image, spacing, config.data.clip_percentiles)
     return ValidationCase(case.id, image_1XYZ, prepare_labels(labels, spacing, class_values), frame, labels.array)
 
