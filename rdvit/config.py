@@ -72,7 +72,7 @@ class ModelConfig(Section):
     )
     skips: Literal["all", "image", "none"] = "all"
     embed_dim: int = Field(192, ge=16)
-    num_heads: int = Field(6, ge=1)
+    num_heads: int = Field(3, ge=1)
     mlp_ratio: float = Field(4.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     position: Literal["sincos", "none"] = Field(

@@ -6,14 +6,57 @@ when it halted (systems.md section 5, semantics S2). So queries, keys and values
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Above so many attention weights (queries x keys x heads x images) the fused kernel trains, which does not keep them.
+KEPT_WEIGHTS = 32_000_000
+
+
+class KeptAttention(torch.autograd.Function):
+    """``softmax(q k' / sqrt K) v`` that keeps its weights for the gradient.
+
+    For training in bfloat16 on CPUs, where the backward pass of the fused kernel makes its products in pieces too small for
+    the matrix units: whole products take half its time, a quarter at 64 channels per head and 256 tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_GMK: Tensor, k_GNK: Tensor, v_GNK: Tensor) -> Tensor:
+        """Heads and images are one axis G; returns (G, M, K)."""
+        ctx.scale = q_GMK.shape[-1] ** -0.5
+        zero = q_GMK.new_zeros(1, 1, 1)
+        weights_GMN = torch.baddbmm(zero, q_GMK, k_GNK.mT, beta=0, alpha=ctx.scale).softmax(-1)
+        ctx.save_for_backward(q_GMK, k_GNK, v_GNK, weights_GMN)
+        return weights_GMN @ v_GNK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values."""
+        q_GMK, k_GNK, v_GNK, weights_GMN = ctx.saved_tensors
+        grad_GMK = grads[0].to(q_GMK.dtype)
+        of_weights_GMN = grad_GMK @ v_GNK.mT
+        of_scores_GMN = torch._softmax_backward_data(of_weights_GMN, weights_GMN, -1, weights_GMN.dtype)
+        return of_scores_GMN @ k_GNK * ctx.scale, of_scores_GMN.mT @ q_GMK * ctx.scale, weights_GMN.mT @ grad_GMK
+
+
+def attention(q_BHMK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
+    """Scaled dot-product attention (B, H, M, K) from M queries to N keys, by the way that is quickest here."""
+    trains = torch.is_grad_enabled() and q_BHMK.requires_grad
+    weights = q_BHMK.shape[:3].numel() * k_BHNK.shape[2]
+    if trains and q_BHMK.device.type == "cpu" and q_BHMK.dtype == torch.bfloat16 and weights <= KEPT_WEIGHTS:
+        y_GMK = KeptAttention.apply(*(x.flatten(0, 1) for x in (q_BHMK, k_BHNK, v_BHNK)))
+        return y_GMK.unflatten(0, q_BHMK.shape[:2])
+    return F.scaled_dot_product_attention(q_BHMK, k_BHNK, v_BHNK)
 
 
 class Attention(nn.Module):
-    """Multi-head attention through PyTorch's fused ``scaled_dot_product_attention``.
+    """Multi-head attention.
 
     Args:
         embed_dim: Token width D.
@@ -39,7 +82,7 @@ class Attention(nn.Module):
 
     def attend(self, q_BHMK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
         """Attend from M queries to N keys; returns (B, M, D)."""
-        y_BHMK = F.scaled_dot_product_attention(q_BHMK, k_BHNK, v_BHNK)
+        y_BHMK = attention(q_BHMK, k_BHNK, v_BHNK)
         return self.proj(rearrange(y_BHMK, "b h m k -> b m (h k)"))
 
     def forward(self, x_BND: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rdvit.models.attention import Attention, gather_tokens, scatter_tokens
+from rdvit.models.attention import Attention, KeptAttention, attention, gather_tokens, scatter_tokens
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])
@@ -26,6 +26,29 @@ def test_a_query_gets_the_same_answer_alone_and_among_others() -> None:
     q, k, v = attention.project(x_BND)
     assert q.shape == k.shape == v.shape == (2, 4, 9, 4)
     torch.testing.assert_close(attention.attend(q[:, :, 3:5], k, v), attention(x_BND)[:, 3:5])
+
+
+def test_attention_that_keeps_its_weights_has_the_true_gradient() -> None:
+    torch.manual_seed(0)
+    shapes = ((2, 3, 4), (2, 5, 4), (2, 5, 4))  # three queries, five keys
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(KeptAttention.apply, inputs)
+    torch.testing.assert_close(KeptAttention.apply(*inputs), F.scaled_dot_product_attention(*inputs))
+
+
+def test_training_in_bfloat16_gives_the_answer_and_gradient_of_float32() -> None:
+    torch.manual_seed(0)
+    exact = [torch.randn(2, 3, 64, 16, requires_grad=True) for _ in range(3)]
+    rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
+    y_BHMK = attention(*rounded)
+    assert y_BHMK.grad_fn is not None and "KeptAttention" in str(y_BHMK.grad_fn.next_functions)
+    expected_BHMK = F.scaled_dot_product_attention(*exact)
+    torch.testing.assert_close(y_BHMK.float(), expected_BHMK, atol=0.03, rtol=0.02)
+    y_BHMK.float().square().sum().backward()
+    expected_BHMK.square().sum().backward()
+    for x, e in zip(rounded, exact, strict=True):
+        assert x.grad is not None and e.grad is not None
+        assert (x.grad.float() - e.grad).norm() < 0.02 * e.grad.norm()
 
 
 def test_heads_must_divide_the_width() -> None:
