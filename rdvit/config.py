@@ -157,6 +157,10 @@ class DataConfig(Section):
     crop_size: Ints | Literal["auto"] = "auto"
     foreground_share: Share = Field(0.7, description="share of training crops that are centred on a labelled voxel")
     clip_percentiles: tuple[float, float] = (0.5, 99.5)
+    keep_largest: bool | Literal["auto"] = Field(
+        "auto",
+        description="keep the largest piece of the predicted foreground; auto: where it is one piece in all training labels",
+    )
     cache: Literal["memory", "disk"] = "memory"
     num_workers: int = Field(0, ge=0)
     augment: AugmentConfig = AugmentConfig()

@@ -27,6 +27,9 @@ def evaluate(
     ref: Annotated[Path | None, typer.Option(help="Folder of reference labels, or a data set.")] = None,
     labels: Annotated[str | None, typer.Option(help='Class names for --ref, "1=RV,2=MYO,3=LV".')] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for summary.json, the table and the figure.")] = None,
+    keep_largest: Annotated[
+        bool | None, typer.Option(help="Keep the largest piece of the foreground only; as the model says.", show_default=False)
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], typer.Option(help="Number format.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that exist in --out.")] = False,
@@ -50,7 +53,7 @@ def evaluate(
     if pred is not None and ref is not None:
         summaries = [_score_folder(pred, ref, labels)]
     else:
-        how = (numbers, halting, device, precision)
+        how = (numbers, halting, device, precision, keep_largest)
         summaries = _score_model(data, split, model, how, runs)
     rows = [_row(summary) for summary in summaries]
     _tell(summaries, rows)
@@ -71,7 +74,7 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
     from rdvit.inference.cases import score_cases
     from rdvit.inference.predictor import Predictor
 
-    loops, halting, device, precision = how
+    loops, halting, device, precision, keep_largest = how
     folder = find_model(model, runs)
     network, info = load_model(folder)
     source, why = (data, "as asked") if data is not None else default_data()
@@ -79,7 +82,7 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
     if dataset.class_names != info.class_names:
         raise DataError(f"classes {dataset.class_names} of the data are not the model's {info.class_names}", file=source)
     cases = select(dataset, split)
-    predictor = Predictor(network, info, device, precision)
+    predictor = Predictor(network, info, device, precision, keep_largest)
     console().print(f"model: {folder}; data: {source} ({why}), split {split}, {len(cases)} cases")
     _warn_of_training_cases(info.training, source, cases)
     summaries = []
@@ -93,6 +96,7 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
                 "loops": number,
                 "halting": halting or info.config.model.halting,
                 "precision": predictor.precision.name,
+                "keep_largest": predictor.keep_largest,
             }
             summaries.append({"run": run, **summarize(results, info.class_names)})
     return summaries

@@ -31,6 +31,9 @@ def infer(
     series: Annotated[str | None, typer.Option(help="Series of a DICOM folder: UID, its end, or description.")] = None,
     maps: Annotated[bool, typer.Option("--maps", help="Write the halting map and the entropy map.")] = False,
     preview: Annotated[bool, typer.Option("--preview", help="Write a PNG with the slices and their contours.")] = False,
+    keep_largest: Annotated[
+        bool | None, typer.Option(help="Keep the largest piece of the foreground only; as the model says.", show_default=False)
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], typer.Option(help="Number format.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that exist.")] = False,
@@ -57,7 +60,7 @@ def infer(
 
     folder = find_model(model, runs)
     network, info = load_model(folder)
-    predictor = Predictor(network, info, device, precision)
+    predictor = Predictor(network, info, device, precision, keep_largest)
     precision_used = predictor.precision
     console().print(f"model: {folder} ({precision_used.name}: {precision_used.reason})")
     done: list[dict[str, Any]] = []

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from rdvit.config import Config, merge, validate
+from rdvit.data.components import largest_component
 from rdvit.data.datalist import Case
-from rdvit.data.volume import canonical_geometry
+from rdvit.data.volume import canonical_geometry, read_labels
 from rdvit.errors import ConfigError
 
 ANISOTROPIC = 2.5  # slices this many times as thick as a pixel keep their own axis out of patches
 MAX_CROP_2D = 128  # pixels; a heart is less than 150 mm wide
 MAX_CROP_3D = 96  # attention over a volume grows with the fourth power of this
 SLICES_PER_CROP = 8
+LABELS_LOOKED_AT = 100  # of the training cases, spread evenly, to see whether labels lie in one piece
+STRAY_SHARE = 0.01  # of a label's voxels may lie apart and it still counts as one piece
 
 
 def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -> Config:
@@ -22,11 +25,12 @@ def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -
 
     The working spacing is the median in-plane spacing, or the images' own where they all agree. Thick slices (ACDC: 10 mm
     at 1.5 mm pixels) get patches of 8 x 8 x 1 and crops of at most 96 x 96 x 8; nearly isotropic volumes patches of
-    4 x 4 x 4 and crops of at most 96 per axis. Crops are whole patches, as many as cover the median volume.
+    4 x 4 x 4 and crops of at most 96 per axis. Crops are whole patches, as many as cover the median volume. Predictions are
+    reduced to their largest piece where the labels are one piece in every training case.
 
     Args:
         config: What the user chose; settled values are kept.
-        cases: The training cases; only their headers are read.
+        cases: The training cases; the headers of their images are read, and the labels of up to 100 of them.
         class_names: Label values and names; the network gets one output more, for the background.
 
     Raises:
@@ -61,6 +65,18 @@ def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -
         raise ConfigError(f"data.crop_size {crop} has {len(crop)} axes, model.spatial_dims is {model.spatial_dims}")
     settled = {
         "model": {"patch_size": patch, "out_channels": len(class_names) + 1},
-        "data": {"spacing": spacing, "crop_size": crop},
+        "data": {
+            "spacing": spacing,
+            "crop_size": crop,
+            "keep_largest": in_one_piece(cases) if data.keep_largest == "auto" else data.keep_largest,
+        },
     }
     return validate(merge(config.model_dump(), settled))
+
+
+def in_one_piece(cases: Sequence[Case]) -> bool:
+    """Whether the foreground of each label (all structures together) is one connected piece, but for a few voxels."""
+    labelled = [case.label for case in cases if case.label is not None]
+    step = max(1, -(-len(labelled) // LABELS_LOOKED_AT))
+    foregrounds = (read_labels(path).array > 0 for path in labelled[::step])
+    return bool(labelled) and all(largest_component(mask).sum() >= (1 - STRAY_SHARE) * mask.sum() for mask in foregrounds)

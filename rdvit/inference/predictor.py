@@ -13,6 +13,7 @@ from monai.inferers import sliding_window_inference
 from torch import Tensor
 
 from rdvit.checkpoint import ModelInfo
+from rdvit.data.components import largest_component
 from rdvit.data.transforms import Frame, prepare_image, restore
 from rdvit.data.volume import Volume
 from rdvit.errors import DataError, ModelError
@@ -55,13 +56,21 @@ class Predictor:
         info: Its description.
         device: Device name or ``auto``.
         precision: ``auto``, ``fp32``, ``bf16`` or ``fp16``; or a settled one.
+        keep_largest: Keep the largest piece of the foreground only; as the model's configuration says where None.
 
     Example:
         >>> model, info = load_model(Path("runs/my_run"))
         >>> prediction = Predictor(model, info)(read_image("patient001_frame01.nii.gz"), loops=12)
     """
 
-    def __init__(self, model: Segmenter, info: ModelInfo, device: str = "auto", precision: str | Precision = "auto") -> None:
+    def __init__(
+        self,
+        model: Segmenter,
+        info: ModelInfo,
+        device: str = "auto",
+        precision: str | Precision = "auto",
+        keep_largest: bool | None = None,
+    ) -> None:
         self.info, self.config = info, info.config
         self.device = choose_device(device)
         self.precision = choose_precision(precision, self.device) if isinstance(precision, str) else precision
@@ -70,6 +79,7 @@ class Predictor:
         self.layout = layout
         self.class_values = np.array([0, *info.class_names])
         self.spacing = self.config.data.working_spacing
+        self.keep_largest = self.config.data.keep_largest is True if keep_largest is None else keep_largest
 
     def __call__(
         self, volume: Volume, loops: int | None = None, halting: Halting | None = None, maps: bool = False
@@ -162,6 +172,8 @@ class Predictor:
         restored_CXYZ = restore(output_CXYZ if maps else output_CXYZ[:-1], frame)
         logits_CXYZ = restored_CXYZ[: len(self.class_values)]
         values_XYZ = self.class_values[logits_CXYZ.argmax(0)]
+        if self.keep_largest:
+            values_XYZ = values_XYZ * largest_component(values_XYZ > 0)
         labels_XYZ = values_XYZ.astype(np.uint8 if self.class_values.max() < 256 else np.uint16)
         asked = self.config.model.loops if loops is None else loops
         mean_steps = float(output_CXYZ[-1].mean())

@@ -138,3 +138,25 @@ def test_a_crop_of_other_dimensions_is_refused(tmp_path: Path) -> None:
 def test_there_is_one_output_more_than_classes(tmp_path: Path) -> None:
     cases = make_cases(tmp_path, HIPPOCAMPUS)
     assert settle(config("2d"), cases, {2: "anterior", 5: "posterior"}).model.out_channels == 3
+
+
+def labelled(folder: Path, masks: list[np.ndarray]) -> list[Case]:
+    cases = []
+    for i, mask in enumerate(masks):
+        path = folder / f"label{i}.nii"
+        nib.Nifti1Image(mask.astype(np.uint8), np.eye(4)).to_filename(path)
+        cases.append(Case(str(i), str(i), path, path))
+    return cases
+
+
+def test_predictions_keep_one_piece_where_all_labels_are_one_piece(tmp_path: Path) -> None:
+    whole = np.zeros((20, 20, 3), int)
+    whole[2:12, 2:12], whole[4:10, 4:10] = 1, 2  # two structures, one inside the other
+    stray, apart = whole.copy(), whole.copy()
+    stray[18, 18, 0] = 1  # one voxel of 300
+    apart[15:, 15:] = 2
+    one = labelled(tmp_path, [whole, stray, whole * 0])
+    assert settle(config("2d"), one, {1: "A", 2: "B"}).data.keep_largest is True
+    two = [*one, *labelled(tmp_path, [whole * 0, whole, apart])]
+    assert settle(config("2d"), two, {1: "A", 2: "B"}).data.keep_largest is False
+    assert settle(config("2d", data={"keep_largest": True}), two, {1: "A", 2: "B"}).data.keep_largest is True

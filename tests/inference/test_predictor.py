@@ -290,6 +290,22 @@ def test_entropy_is_0_where_sure_and_log_of_the_classes_where_not(tiny_config: M
     np.testing.assert_allclose(sure, 0, atol=1e-6)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_only_the_largest_piece_is_kept_where_the_model_says_so(keep: bool, tiny_config: MakeConfig) -> None:
+    array = np.full((24, 20, 4), 100.0, np.float32)
+    array[2:10, 2:10], array[4:8, 4:8], array[20:23, 15:18, 2], array[18:23, 2:6, 0] = 150, 200, 150, 250
+    volume = Volume(array, affine_of((1.5, 1.5, 8.0)), Path("heart.nii.gz"))
+    index = np.round((array - 100) / 50).astype(int)
+    predictor = oracle(tiny_config("2d", data={"keep_largest": keep, "spacing": "native"}), volume)
+    labels = predictor(volume).labels_XYZ
+    expected = index.copy()
+    if keep:
+        expected[20:23, 15:18, 2] = expected[18:23, 2:6, 0] = 0
+    assert np.array_equal(labels, expected)
+    overruled = Predictor(predictor.model, predictor.info, "cpu", "fp32", keep_largest=not keep)
+    assert (overruled(volume).labels_XYZ != labels).sum() == 29
+
+
 def test_maps_are_made_only_when_asked_for_and_change_no_label(tiny_config: MakeConfig) -> None:
     predictor, volume = network(tiny_config("2d")), smooth((30, 26, 4), AFFINES["oblique"])
     plain, mapped = predictor(volume), predictor(volume, maps=True)
