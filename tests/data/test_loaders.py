@@ -191,6 +191,8 @@ def test_every_case_comes_once_in_every_pass_in_a_new_order(cached: Dataset, tin
 class Numbers(Dataset):
     """Stands in for the samples: sample i is the number i."""
 
+    num_workers = 0
+
     def __len__(self) -> int:
         return 5
 

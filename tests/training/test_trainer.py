@@ -27,8 +27,9 @@ from rdvit.models.build import expert_layers
 from rdvit.training import trainer as trainer_module
 from rdvit.training.run import make_split
 from rdvit.training.schedule import ema_decay, learning_rate
+from rdvit.training.signals import Interrupted, stop_signals
 from rdvit.training.tracking import NullTracker
-from rdvit.training.trainer import Interrupted, Trainer
+from rdvit.training.trainer import Trainer
 from rdvit.training.validation import Validation
 
 NAMES = {1: "RV", 2: "MYO", 3: "LV"}
@@ -281,7 +282,7 @@ def test_resume_equals_uninterrupted(tmp_path: Path, make_trainer: MakeTrainer, 
 
     before = signal.getsignal(signal.SIGTERM)
     halved = make_trainer(tmp_path / "halved", dim=dim, preset=preset, epochs=4, report=stop_in_epoch_3)
-    with pytest.raises(Interrupted, match="SIGTERM"):
+    with pytest.raises(Interrupted, match="SIGTERM"), stop_signals():
         halved.fit()
     assert signal.getsignal(signal.SIGTERM) == before
     assert load_state(tmp_path / "halved")["progress"]["epoch"] == 2
