@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from rdvit import __version__
 from rdvit.checkpoint import (
     DESCRIPTION,
+    PREVIOUS,
     STATE,
     WEIGHTS,
     ModelInfo,
@@ -229,4 +231,27 @@ def test_damaged_state_is_an_error_whatever_the_bytes(tmp_path: Path) -> None:
 
 def test_missing_state_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"nothing to resume: {STATE} is missing"):
+        load_state(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "missing"])
+def test_the_state_before_stands_in_for_a_damaged_one(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for epoch in (1, 2, 3):
+        save_state(tmp_path, {"epoch": epoch, "weights": torch.full((1000,), float(epoch))})
+    content = (tmp_path / STATE).read_bytes()
+    place = content.index(torch.full((1000,), 3.0).numpy().tobytes()) + 100
+    changed = {"cut": content[:-100], "flipped": content[:place] + b"\1" + content[place + 1 :], "empty": b""}
+    (tmp_path / STATE).unlink()
+    if damage != "missing":
+        (tmp_path / STATE).write_bytes(changed[damage])
+    assert load_state(tmp_path)["epoch"] == 2
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(tmp_path / STATE) in said and "the state before it is taken" in said
+    assert ("damaged" in said) == (damage != "missing")
+
+
+def test_two_damaged_states_are_both_named(tmp_path: Path) -> None:
+    (tmp_path / STATE).write_bytes(b"one")
+    (tmp_path / PREVIOUS).write_bytes(b"other")
+    with pytest.raises(ModelError, match=f"{STATE}: damaged: .*{PREVIOUS}: damaged: "):
         load_state(tmp_path)

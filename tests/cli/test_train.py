@@ -135,7 +135,7 @@ def long_training(phantom: Path, folder: Path, tiny_flags: list[str]) -> list[st
 
 def terminate_in_the_second_epoch(folder: Path, pid: int, over: threading.Event) -> None:
     """Send SIGTERM to a process soon after its run has saved the first epoch; give up when ``over`` is set."""
-    while not (folder / "state.pt").exists():
+    while not (folder / "state.previous.pt").exists():  # the first is from before the first epoch
         if over.wait(0.02):
             return
     os.kill(pid, signal.SIGTERM)
