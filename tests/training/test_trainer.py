@@ -268,6 +268,18 @@ def test_loss_that_is_not_finite_names_its_cases(tmp_path: Path, make_trainer: M
     assert not (tmp_path / "state.pt").exists()  # a spoiled state is not worth keeping
 
 
+def test_gradient_that_is_not_finite_names_its_cases_too(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    """The loss would only be lost in the next step, whose cases are not the ones at fault."""
+    trainer = make_trainer(tmp_path, Scores(0.5), epochs=1)
+    weight = next(trainer.model.module.decoder.out.parameters())
+    before = weight.detach().clone()
+    weight.register_hook(lambda gradient: gradient * float("inf"))
+    cases = [str(trainer.samples[number]["id"]) for number in range(2)]
+    with pytest.raises(DataError, match=rf"gradient became (nan|inf) in step 0, on cases {', '.join(cases)}"):
+        trainer.fit()
+    assert torch.equal(weight, before)
+
+
 # Resume
 
 
