@@ -40,7 +40,10 @@ def cached_cases(cases: Sequence[Case], config: Config, class_values: tuple[int,
         key = json.dumps([spacing, config.data.clip_percentiles, class_values])
         dataset: Dataset = DiskCache(cases, prepare, [folder / f"{_case_key(case, key)}.pt" for case in cases])
     else:
-        dataset = CacheDataset(list(cases), prepare, num_workers=None, progress=False, copy_cache=False)
+        try:
+            dataset = CacheDataset(list(cases), prepare, num_workers=None, progress=False, copy_cache=False)
+        except RuntimeError as error:  # MONAI's "applying transform PrepareCase" around our own word on the file
+            raise error.__cause__ if isinstance(error.__cause__, RdvitError) else error from None
     megabytes = sum(_nbytes(dataset[i]) for i in range(len(cases))) / 1e6
     place = f"on disk in {folder}" if config.data.cache == "disk" else "in memory"
     _log.info("cached %d cases %s: %.0f MB", len(cases), place, megabytes)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from uuid import uuid4
 
 from rdvit.atomic import atomic
 from rdvit.errors import DataError
@@ -332,10 +333,11 @@ def _create(database: Path) -> None:
     """Makes MLflow's tables under another name first: with half of them, as a kill leaves them, MLflow could not go on."""
     from mlflow import MlflowClient
 
-    part, whole = database.with_suffix(".part"), database.with_suffix(".whole")
-    part.unlink(missing_ok=True)
+    for leftover in database.parent.glob(f"{database.stem}.*.part"):
+        leftover.unlink(missing_ok=True)
+    part = database.with_suffix(f".{uuid4().hex}.part")  # a new name: MLflow keeps one connection for each
     MlflowClient(f"sqlite:///{part.as_posix()}").search_experiments(max_results=1)
-    shutil.copyfile(part, whole)
+    whole = shutil.copyfile(part, database.with_suffix(".whole.part"))
     whole.replace(database)
     with contextlib.suppress(OSError):  # Windows keeps what MLflow still has open
         part.unlink()

@@ -78,6 +78,7 @@ class Training:
     runs: Path
     name: str
     epoch: int = 0
+    before: list[str] = field(default_factory=list)
     falls: list[Killed] = field(default_factory=list)
 
     @property
@@ -92,6 +93,7 @@ class Training:
         """Start it, or go on where it stands."""
         begun = (self.folder / "config.yaml").exists()
         words = ["--resume", str(self.folder)] if begun else [*self.words, "--out", str(self.folder)]
+        self.before = self.statuses() if (self.runs / "mlflow.db").exists() else []
         self.pid = self.forks.start(self.log, ["train", *words, "--runs", str(self.runs)])
 
     def kill(self, number: int, seconds: float, writing: int) -> bool:
@@ -111,6 +113,7 @@ class Training:
         if number == signal.SIGKILL and self.temporary():
             where = f"writing {self.temporary()[0].partition('.tmp-')[2].partition('.')[2]}"
         self.falls.append((signal.Signals(number).name, where))
+        _log.info("%s: %s %s", self.name, *self.falls[-1])
         self.check_fallen(number, status)
         return True
 
@@ -130,12 +133,12 @@ class Training:
 
     def check_fallen(self, number: int, status: int) -> None:
         """Nothing that was complete is lost, and a signal that can be answered was."""
-        said = self.log.read_text()
+        said, advanced = self.log.read_text(), False
         assert "Traceback" not in said and "error" not in said, said
         if (self.folder / STATE).exists() or (self.folder / PREVIOUS).exists():
             epoch = load_state(self.folder)["progress"]["epoch"]
             assert epoch >= self.epoch
-            self.epoch = epoch
+            self.epoch, advanced = epoch, epoch > self.epoch
             assert epoch <= len(rows_of(self.folder)) <= epoch + 1
         if number == signal.SIGKILL:
             assert status == -signal.SIGKILL
@@ -145,8 +148,8 @@ class Training:
             assert said.strip().endswith("interrupted") or not said.strip(), said
         if status > 0 and self.folder.exists():
             assert said.count("stopped by") == 1, said
-        if (self.runs / "mlflow.db").exists():
-            assert "RUNNING" not in self.statuses(), said
+        if (self.runs / "mlflow.db").exists():  # SIGKILL may have left a run open that this life did not come to
+            assert "RUNNING" not in self.statuses() or ("RUNNING" in self.before and not advanced), said
 
     def query(self, command: str) -> list[Any]:
         with sqlite3.connect(f"file:{self.runs / 'mlflow.db'}?mode=ro", uri=True, timeout=10) as database:
@@ -177,7 +180,7 @@ def check_equal(killed: Training, whole: Training) -> None:
     scores = [json.loads((training.folder / "summary.json").read_text())["foreground_mean"] for training in (killed, whole)]
     assert scores[0] == scores[1]
     assert {path.name for path in killed.folder.iterdir()} == {path.name for path in whole.folder.iterdir()}
-    assert not killed.temporary() and not (killed.runs / "mlflow.part").exists()
+    assert not killed.temporary() and not list(killed.runs.glob("mlflow.*.part"))
     assert killed.statuses() == ["FINISHED"]  # of one run
     logged = "select step, value from metrics join runs using (run_uuid) where name = :name and key = 'train/loss'"
     points = {(step, value) for step, value in killed.query(logged)}
@@ -190,7 +193,7 @@ def forks() -> Iterator[Forks]:
     yield forks
     assert forks.server.stdin is not None
     forks.server.stdin.close()
-    forks.server.wait(30)
+    forks.server.wait(60)
 
 
 @dataclass
@@ -250,7 +253,6 @@ def test_fifty_kills_leave_no_trace(forks: Forks, reference: Reference, tmp_path
                 break
         end(killed, reference.training)
         falls += killed.falls
-        _log.info("training %d: %s", trainings, "; ".join(f"{name} {where}" for name, where in killed.falls))
     counts = Counter(falls)
     for (name, where), count in sorted(counts.items()):
         _log.info("%-8s %-24s %d", name, where, count)
