@@ -1,5 +1,7 @@
 """A model folder: ``model.safetensors`` (weights), ``model.json`` (all it takes to use them), ``state.pt`` (to resume).
 
+Of the training state the one before is kept as well, ``state.previous.pt``, for the day the newest cannot be read.
+
 Weights are safetensors and the rest is JSON, so that loading a model runs no code. The training state is read with
 ``weights_only=True``: tensors and plain values, nothing else.
 """
@@ -7,22 +9,26 @@ Weights are safetensors and the rest is JSON, so that loading a model runs no co
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 
 from rdvit import __version__
-from rdvit.atomic import atomic
+from rdvit.atomic import write
 from rdvit.config import Config, validate
-from rdvit.errors import ModelError
+from rdvit.errors import DataError, ModelError
 from rdvit.models.build import build_segmenter
 from rdvit.models.segmenter import Segmenter
+from rdvit.tensorfile import load_tensors, save_tensors
 
-WEIGHTS, DESCRIPTION, STATE = "model.safetensors", "model.json", "state.pt"
+_log = logging.getLogger("rdvit")
+
+WEIGHTS, DESCRIPTION, STATE, PREVIOUS = "model.safetensors", "model.json", "state.pt", "state.previous.pt"
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,15 @@ class ModelInfo:
 
 
 def save_model(folder: Path, model: Segmenter, info: ModelInfo) -> None:
-    """Write weights and description; each file appears whole or not at all."""
+    """Write weights and description; each file appears whole or not at all.
+
+    Raises:
+        RdvitError: If the disk is full, or the folder cannot be written.
+    """
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    with atomic(folder / WEIGHTS) as path:
-        save_file(tensors, path)
+    write(folder / WEIGHTS, to_bytes(tensors))
     content = asdict(info) | {"config": info.config.model_dump(mode="json")}
-    with atomic(folder / DESCRIPTION) as path:
-        path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    write(folder / DESCRIPTION, json.dumps(content, indent=2))
 
 
 def load_info(folder: Path) -> ModelInfo:
@@ -117,22 +125,32 @@ def find_model(name: str | None, runs: Path) -> Path:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the training state (tensors, numbers, strings, lists and dictionaries of them)."""
-    with atomic(folder / STATE) as path:
-        torch.save(state, path)
+    """Write the training state (tensors, numbers, strings, lists and dictionaries of them); the one before is kept.
+
+    Raises:
+        RdvitError: If the disk is full, or the folder cannot be written; what was saved before is still there.
+    """
+    hint = f"what was saved before is whole: make room, then `rdvit train --resume {folder}` continues"
+    save_tensors(folder / STATE, state, keep=folder / PREVIOUS, hint=hint)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read the training state.
+    """Read the newest training state that is whole; says so where that is the one before.
 
     Raises:
-        ModelError: If it is missing or damaged.
+        ModelError: If there is none.
     """
-    path = folder / STATE
-    if not path.is_file():
+    found = [folder / name for name in (STATE, PREVIOUS) if (folder / name).exists()]
+    if not found:
         raise ModelError(f"nothing to resume: {STATE} is missing", file=folder)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make the unpickler raise nearly anything, from UnicodeDecodeError to IndexError
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ModelError(f"damaged training state: {reason}", file=path) from error
+    problems = []
+    for path in found:
+        try:
+            state: dict[str, Any] = load_tensors(path)
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        if path.name == PREVIOUS:  # missing is what a kill between two renames leaves
+            _log.warning("%s; the state before it is taken", problems[0] if problems else f"{folder / STATE}: missing")
+        return state
+    raise ModelError("; ".join(problems))

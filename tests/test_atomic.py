@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rdvit.atomic import atomic
+from rdvit.atomic import atomic, remove_leftovers, write
+from rdvit.errors import RdvitError
 
 
 @pytest.fixture
@@ -82,3 +84,36 @@ def test_temporary_name_ends_like_the_final_one(name: str, tmp_path: Path) -> No
     with atomic(tmp_path / name) as temporary:
         assert "".join(temporary.suffixes[-2:]).endswith("".join(Path(name).suffixes[-2:]))
         assert temporary.name.startswith(".")  # hidden from whoever lists the folder meanwhile
+
+
+def test_an_older_file_may_be_kept(tmp_path: Path) -> None:
+    path, kept = tmp_path / "a.txt", tmp_path / "a.previous.txt"
+    for text in ("first", "second", "third"):
+        write(path, text, keep=kept)
+    assert (path.read_text(), kept.read_text()) == ("third", "second")
+    with pytest.raises(ValueError), atomic(path, keep=kept) as temporary:
+        temporary.write_text("fourth")
+        raise ValueError
+    assert (path.read_text(), kept.read_text()) == ("third", "second")
+
+
+def test_a_full_disk_is_one_line_and_the_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    write(path, "old")
+
+    def full(self: Path, data: bytes) -> int:
+        self.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RdvitError, match=r"a\.txt: cannot be written: No space left on device \(make room\)"):
+        write(path, "new", hint="make room")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_leftovers_of_a_kill_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+    for name in (".tmp-abc.pt", "figures/.tmp-x.png", "state.pt", "figures/a.tmp-b.png"):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.tmp-b.png", "figures", "state.pt"]

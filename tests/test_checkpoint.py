@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from rdvit import __version__
 from rdvit.checkpoint import (
     DESCRIPTION,
+    PREVIOUS,
     STATE,
     WEIGHTS,
     ModelInfo,
@@ -207,7 +209,7 @@ class Payload:
 
 def test_state_with_code_in_it_is_refused_and_not_run(tmp_path: Path) -> None:
     torch.save({"epoch": 1, "payload": Payload(tmp_path / "ran")}, tmp_path / STATE)
-    with pytest.raises(ModelError, match=f"{STATE}: damaged training state"):
+    with pytest.raises(ModelError, match=f"{STATE}: damaged: "):
         load_state(tmp_path)
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / STATE, weights_only=False)
@@ -222,11 +224,34 @@ def test_damaged_state_is_an_error_whatever_the_bytes(tmp_path: Path) -> None:
     damaged += [b"\x80", b"}.", b"2", b"l\x85", b"\x80\x02X\x02\x00\x00\x00\xff\xfe.", bytes(range(256)), b"not a state"]
     for number, bad in enumerate(damaged):
         (tmp_path / STATE).write_bytes(bad)
-        with pytest.raises(ModelError, match=f"{STATE}: damaged training state: .+"):
+        with pytest.raises(ModelError, match=f"{STATE}: damaged: .+"):
             load_state(tmp_path)
             pytest.fail(f"damage {number} went unseen")
 
 
 def test_missing_state_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"nothing to resume: {STATE} is missing"):
+        load_state(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "missing"])
+def test_the_state_before_stands_in_for_a_damaged_one(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for epoch in (1, 2, 3):
+        save_state(tmp_path, {"epoch": epoch, "weights": torch.full((1000,), float(epoch))})
+    content = (tmp_path / STATE).read_bytes()
+    place = content.index(torch.full((1000,), 3.0).numpy().tobytes()) + 100
+    changed = {"cut": content[:-100], "flipped": content[:place] + b"\1" + content[place + 1 :], "empty": b""}
+    (tmp_path / STATE).unlink()
+    if damage != "missing":
+        (tmp_path / STATE).write_bytes(changed[damage])
+    assert load_state(tmp_path)["epoch"] == 2
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(tmp_path / STATE) in said and "the state before it is taken" in said
+    assert ("damaged" in said) == (damage != "missing")
+
+
+def test_two_damaged_states_are_both_named(tmp_path: Path) -> None:
+    (tmp_path / STATE).write_bytes(b"one")
+    (tmp_path / PREVIOUS).write_bytes(b"other")
+    with pytest.raises(ModelError, match=f"{STATE}: damaged: .*{PREVIOUS}: damaged: "):
         load_state(tmp_path)

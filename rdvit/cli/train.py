@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,6 +12,7 @@ import typer
 
 from rdvit.cli.console import console, print_json, print_table, progress_bar
 from rdvit.errors import ConfigError
+from rdvit.training.signals import Interrupted, stop_signals
 
 
 def train(
@@ -40,38 +44,44 @@ def train(
     Raises:
         RdvitError: On wrong input; a finite loss that is lost; a run that exists.
     """
-    from rdvit.config import resolve_config
-    from rdvit.data.default import default_data
-    from rdvit.evaluation.summary import dice_table, to_json
-    from rdvit.training.run import make_split, resume_run, start_run
-    from rdvit.training.trainer import Interrupted
-
     if not 0 <= fold <= 4:
         raise ConfigError(f"expected --fold 0 to 4, found {fold}")
-    if resume is not None:
+    with _stoppable():
+        from rdvit.config import resolve_config
+        from rdvit.data.default import default_data
+        from rdvit.evaluation.summary import dice_table, to_json
+        from rdvit.training.run import make_split, resume_run, start_run
+
         flags = _flags(epochs=epochs, max_minutes=max_minutes, device=device, precision=precision)
-    else:
-        flags = _flags(epochs=epochs, max_minutes=max_minutes, seed=seed, device=device, precision=precision)
-        if max_minutes is not None and epochs is None:
-            flags["training"]["epochs"] = None
-    try:
         with progress_bar() as report:
             if resume is not None:
                 summary = resume_run(resume, flags, data, runs, mlflow, report)
             else:
+                flags["training"] |= {} if seed is None else {"seed": seed}
+                if max_minutes is not None and epochs is None:
+                    flags["training"]["epochs"] = None
                 resolved = resolve_config(dim, _preset(preset, moe), config, settings, flags)
                 source, why = (data, "") if data is not None else default_data()
                 if why:
                     console().print(f"data: {source} ({why})")
                 summary = start_run(resolved, make_split(source, fold, fraction), out, runs, mlflow, report)
-    except Interrupted as signal:
-        console().print(f"stopped by {signal}; the last complete epoch is saved, `rdvit train --resume RUN` continues")
-        raise typer.Exit(130) from None
-    run = summary["run"]
-    print_table(f"validation, best weights (epoch {run['model']['epoch']})", dice_table(summary))
-    console().print(f"run folder: {run['folder']}")
-    if as_json:
-        print_json(to_json(summary))
+        run = summary["run"]
+        print_table(f"validation, best weights (epoch {run['model']['epoch']})", dice_table(summary))
+        console().print(f"run folder: {run['folder']}")
+        if as_json:
+            print_json(to_json(summary))
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ends the command in order where SIGINT or SIGTERM comes: one line on how to go on, and the exit code of a shell."""
+    try:
+        with stop_signals():
+            yield
+    except Interrupted as stop:
+        go_on = " before the training began" if stop.folder is None else f"; `rdvit train --resume {stop.folder}` continues"
+        logging.getLogger("rdvit").warning("stopped by %s%s", stop, go_on)
+        raise typer.Exit(128 + stop.number) from None
 
 
 def _preset(preset: str | None, moe: bool) -> str:

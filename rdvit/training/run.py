@@ -10,23 +10,25 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from rdvit import __version__
-from rdvit.atomic import atomic
-from rdvit.checkpoint import STATE, ModelInfo, load_model
+from rdvit.atomic import write
+from rdvit.checkpoint import DESCRIPTION, PREVIOUS, STATE, ModelInfo, load_model
 from rdvit.config import Config, load_config, merge, validate
 from rdvit.data.datalist import Case, DataList, digest, load_data, patients, select
 from rdvit.data.loaders import TrainingSamples, cached_cases
 from rdvit.data.planning import settle
-from rdvit.errors import ConfigError, DataError, RdvitError
+from rdvit.errors import ConfigError, DataError
 from rdvit.evaluation.summary import summarize, to_json
 from rdvit.inference.cases import score_cases
 from rdvit.inference.predictor import Predictor
 from rdvit.models.build import build_segmenter, count_parameters
-from rdvit.training.tracking import NullTracker, make_tracker
-from rdvit.training.trainer import Interrupted, Report, Trainer
+from rdvit.training.signals import Interrupted, held
+from rdvit.training.tracking import RUN_TAG, NullTracker, make_tracker
+from rdvit.training.trainer import Report, Trainer
 from rdvit.training.validation import Validation
 
 _log = logging.getLogger("rdvit")
@@ -89,8 +91,7 @@ def new_run_folder(out: Path | None, runs: Path, split: Split, config: Config) -
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         out = runs / f"{split.data.name.lower()}-{config.model.spatial_dims}d-{config.model.preset}-{stamp}".replace(" ", "_")
     if (out / "config.yaml").exists():
-        resume = f"--resume {out} continues it" if (out / STATE).exists() else "remove it or choose another --out"
-        raise ConfigError("holds a run already", file=out, hint=resume)
+        raise ConfigError("holds a run already", file=out, hint=f"--resume {out} continues it")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -102,15 +103,16 @@ def start_run(config: Config, split: Split, out: Path | None, runs: Path, track:
     """Train from scratch in a new folder; returns the content of ``summary.json``."""
     config = settle(config, split.train, split.data.class_names)
     folder = new_run_folder(out, runs, split, config)
-    _write(folder / "config.yaml", config.to_yaml())
-    _write(folder / "split.json", json.dumps(split.record, indent=2))
-    return _run(config, split, folder, make_tracker(runs, enabled=track), report, resume=False)
+    record = split.record | {"run": uuid4().hex}
+    write(folder / "split.json", json.dumps(record, indent=2))
+    write(folder / "config.yaml", config.to_yaml())  # last: from here on it is a run that can be resumed
+    return _run(config, split, folder, record["run"], make_tracker(runs, enabled=track), report)
 
 
 def resume_run(
     folder: Path, changes: dict[str, Any], data: Path | None, runs: Path, track: bool, report: Report
 ) -> dict[str, Any]:
-    """Continue a run from its last complete epoch.
+    """Continue a run from its last complete epoch, or begin it if it was stopped before its first.
 
     Args:
         folder: The run.
@@ -124,7 +126,7 @@ def resume_run(
         DataError: If the data is no longer what the run began with.
     """
     if not all((folder / name).is_file() for name in ("config.yaml", "split.json")):
-        raise ConfigError("no run to resume: expected config.yaml, split.json and state.pt", file=folder)
+        raise ConfigError("no run to resume: expected config.yaml and split.json", file=folder)
     config = validate(merge(load_config(folder / "config.yaml").model_dump(), changes))
     record = json.loads((folder / "split.json").read_text(encoding="utf-8"))
     fold = int(record["train"][4:-6]) if record["train"].startswith("fold") else 0
@@ -132,11 +134,34 @@ def resume_run(
     for part in ("train", "validation"):
         if split.record[f"{part}_digest"] != record[f"{part}_digest"]:
             raise DataError(f"the {part} cases differ from those the run began with", file=folder / "split.json")
-    _write(folder / "config.yaml", config.to_yaml())
-    return _run(config, split, folder, make_tracker(runs, enabled=track), report, resume=True)
+    write(folder / "config.yaml", config.to_yaml())
+    return _run(config, split, folder, record.get("run", ""), make_tracker(runs, enabled=track), report)
 
 
-def _run(config: Config, split: Split, folder: Path, tracker: NullTracker, report: Report, resume: bool) -> dict[str, Any]:
+def _run(config: Config, split: Split, folder: Path, name: str, tracker: NullTracker, report: Report) -> dict[str, Any]:
+    """Train in a folder from where it stands; however that ends, MLflow is told."""
+    status: Any = "FAILED"
+    try:
+        try:
+            trainer = _trainer(config, split, folder, tracker, report)
+            _start_tracking(tracker, trainer, split, folder, name)
+            trainer.fit()
+            summary = _summary(trainer, split, folder, tracker)
+            status = "FINISHED"
+            return summary
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            with held():
+                tracker.end(status)
+    except Interrupted as stop:
+        stop.folder = folder
+        raise
+
+
+def _trainer(config: Config, split: Split, folder: Path, tracker: NullTracker, report: Report) -> Trainer:
+    """The cases in memory, and the training as the folder has it."""
     class_names = split.data.class_names
     origin = {"data": split.data.name, **split.names, "seed": config.training.seed, "patients": len(patients(split.train))}
     info = ModelInfo(config, class_names, origin)
@@ -146,25 +171,15 @@ def _run(config: Config, split: Split, folder: Path, tracker: NullTracker, repor
     )  # fmt: skip
     samples = TrainingSamples(cached_cases(split.train, config, tuple(class_names), folder.parent / "cache"), config)
     trainer = Trainer(config, info, folder, samples, Validation(split.validation, config, class_names), tracker, report)
-    if resume:
+    if any((folder / file).exists() for file in (STATE, PREVIOUS, DESCRIPTION, "metrics.csv")):
         trainer.resume()
-    status: Any = "FAILED"
-    try:
-        _start_tracking(tracker, trainer, split, folder)
-        trainer.fit()
-        summary = _summary(trainer, split, folder, tracker)
-        status = "FINISHED"
-        return summary
-    except (Interrupted, KeyboardInterrupt):
-        status = "KILLED"
-        raise
-    finally:
-        tracker.end(status)
+    return trainer
 
 
-def _start_tracking(tracker: NullTracker, trainer: Trainer, split: Split, folder: Path) -> None:
+def _start_tracking(tracker: NullTracker, trainer: Trainer, split: Split, folder: Path, name: str) -> None:
     config = trainer.config
     tags = {
+        RUN_TAG: name,
         "rdvit.version": __version__,
         "rdvit.folder": str(folder),
         "rdvit.parameters": str(count_parameters(trainer.model.module)),
@@ -174,6 +189,7 @@ def _start_tracking(tracker: NullTracker, trainer: Trainer, split: Split, folder
     trainer.progress.run_id = run_id or trainer.progress.run_id  # kept where this resume is not tracked
     if trainer.progress.epoch:
         return
+    trainer.save()  # something to resume from, whatever the first epoch leaves behind
     tracker.log_text(config.to_yaml(), "config.yaml")
     tracker.log_dict(split.record, "split.json")
     for context, cases in (("train", split.train), ("validation", split.validation)):
@@ -196,15 +212,7 @@ def _summary(trainer: Trainer, split: Split, folder: Path, tracker: NullTracker)
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     summary = {"run": run, **summarize(results, info.class_names)}
-    _write(folder / "summary.json", to_json(summary))
+    write(folder / "summary.json", to_json(summary))
     tracker.log_artifact(folder / "summary.json")
     tracker.log_metrics({"best/dice": trainer.progress.best_dice}, step=trainer.progress.epoch)
     return summary
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with atomic(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RdvitError(f"cannot be written: {error.strerror or error}", file=path) from error

@@ -13,14 +13,17 @@ import logging
 import math
 import os
 import re
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from uuid import uuid4
 
 from rdvit.atomic import atomic
 from rdvit.errors import DataError
+from rdvit.training.signals import held
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -32,6 +35,7 @@ RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 Config = Mapping[str, Any]  # nested
 Table = Sequence[Mapping[str, object]]  # one mapping per row, all with the same columns
 
+RUN_TAG = "rdvit.run"  # the tag that holds a run folder's own name, by which its MLflow run is found again
 MAX_PARAM_LENGTH = 6000  # MLflow's own limit for the value of a parameter
 MAX_DIGEST_LENGTH = 36  # and for the digest of a data set
 SERVER_SCHEMES = ("http", "https", "databricks", "databricks-uc")  # these choose where artifacts go by themselves
@@ -118,7 +122,7 @@ class NullTracker:
     run_id: str | None = None
 
     def start(self, run_name: str, params: Config, tags: Mapping[str, str], run_id: str | None = None) -> str | None:
-        """Begins a run, or continues the one of `run_id`; where that is gone, a new one begins.
+        """Begins a run, or continues the one of `run_id`, or else of the same tag `rdvit.run`; a new one where that is gone.
 
         The nested configuration `params` is flattened to dotted names and logged once per run.
 
@@ -204,8 +208,9 @@ class Tracker(NullTracker):
         with contextlib.nullcontext() if self._database is None else _setting_up(self._database):
             self._client = MlflowClient(self.uri)
             experiment_id = self._experiment_id()
-        run = self._open_run(run_name, experiment_id, run_id)
-        self.run_id = run.info.run_id
+        with held():  # a run that is begun is also known, so that `end` can close it
+            run = self._open_run(run_name, experiment_id, run_id, tags)
+            self.run_id = run.info.run_id
         # MLflow refuses to change a parameter, so a resumed run keeps those it began with.
         new = {key: value for key, value in _flatten(params).items() if key not in run.data.params}
         self._client.log_batch(
@@ -216,12 +221,12 @@ class Tracker(NullTracker):
         self._start_system_metrics()
         return self.run_id
 
-    def _open_run(self, run_name: str, experiment_id: str, run_id: str | None) -> Run:
+    def _open_run(self, run_name: str, experiment_id: str, run_id: str | None, tags: Mapping[str, str]) -> Run:
         """Reopens the run that the environment or the caller names, or creates one."""
         from mlflow import MlflowException
 
         # Taken out of the environment, as mlflow.start_run does: it names one run, not all of this process.
-        run_id = os.environ.pop("MLFLOW_RUN_ID", None) or run_id
+        run_id = os.environ.pop("MLFLOW_RUN_ID", None) or run_id or self._lost_run(experiment_id, tags)
         if run_id is not None:
             try:
                 run = self._client.get_run(run_id)
@@ -232,7 +237,14 @@ class Tracker(NullTracker):
                 if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                     raise
                 logger.warning("MLflow cannot continue run %s (%s): a new run begins", run_id, error)
-        return self._client.create_run(experiment_id, run_name=run_name)
+        return self._client.create_run(experiment_id, run_name=run_name, tags=dict(tags))
+
+    def _lost_run(self, experiment_id: str, tags: Mapping[str, str]) -> str | None:
+        """The id of the run that this training created before it was killed, and had no time to note."""
+        if RUN_TAG not in tags:
+            return None
+        runs = self._client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{tags[RUN_TAG]}'", max_results=1)
+        return str(runs[0].info.run_id) if runs else None
 
     def _experiment_id(self) -> str:
         experiment = self._client.get_experiment_by_name(self.experiment)
@@ -301,18 +313,34 @@ class Tracker(NullTracker):
 
 @contextlib.contextmanager
 def _setting_up(database: Path) -> Iterator[None]:
-    """Lets one process at a time create the database: two at once break its schema for good.
+    """Creates the database if need be, one process at a time: two at once break its schema for good, and so does a kill.
 
     A file that cannot be opened fails here, where MLflow would retry for 100 seconds.
     """
     if re.search(r"[%?]", database.as_posix()):
         raise ValueError(f"a database URI cannot hold the % or ? of {database}; set MLFLOW_TRACKING_URI")
     database.parent.mkdir(parents=True, exist_ok=True)
-    sqlite3.connect(database).close()
     # SQLite's own lock is portable and ends with its process; the file stays, empty.
     with contextlib.closing(sqlite3.connect(database.with_suffix(".lock"), timeout=60)) as lock:
         lock.execute("BEGIN EXCLUSIVE")
+        if not database.exists():
+            _create(database)
+        sqlite3.connect(database).close()
         yield
+
+
+def _create(database: Path) -> None:
+    """Makes MLflow's tables under another name first: with half of them, as a kill leaves them, MLflow could not go on."""
+    from mlflow import MlflowClient
+
+    for leftover in database.parent.glob(f"{database.stem}.*.part"):
+        leftover.unlink(missing_ok=True)
+    part = database.with_suffix(f".{uuid4().hex}.part")  # a new name: MLflow keeps one connection for each
+    MlflowClient(f"sqlite:///{part.as_posix()}").search_experiments(max_results=1)
+    whole = shutil.copyfile(part, database.with_suffix(".whole.part"))
+    whole.replace(database)
+    with contextlib.suppress(OSError):  # Windows keeps what MLflow still has open
+        part.unlink()
 
 
 def _import_mlflow_quietly() -> None:

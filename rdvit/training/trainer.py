@@ -7,13 +7,10 @@ repeats what an uninterrupted one would have done, to the last digit on a CPU.
 from __future__ import annotations
 
 import logging
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import lightning_fabric as lf
@@ -24,9 +21,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from rdvit.analysis.charts import training_curves
 from rdvit.analysis.figures import save_figure
+from rdvit.atomic import remove_leftovers
 from rdvit.checkpoint import ModelInfo, load_state, save_model, save_state
 from rdvit.config import Config
-from rdvit.data.loaders import TrainingSamples, training_batches
+from rdvit.data.loaders import TrainingSamples, naming_lost_workers, training_batches
 from rdvit.errors import DataError
 from rdvit.inference.precision import choose_device, choose_precision
 from rdvit.inference.predictor import Predictor
@@ -34,6 +32,7 @@ from rdvit.models.build import build_segmenter, expert_layers, parameter_groups
 from rdvit.models.segmenter import Segmenter
 from rdvit.training.losses import SegmentationLoss, halting_images
 from rdvit.training.schedule import ema_decay, learning_rate, stage_ends, training_loops
+from rdvit.training.signals import held, stop_if_told
 from rdvit.training.tracking import MetricsLog, NullTracker
 from rdvit.training.validation import Validation, entropy_of_usage
 
@@ -42,10 +41,6 @@ _FABRIC_PRECISION: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "f
 
 Report = Callable[[str, int, int], None]
 """Called as ``report(text, done, total)`` after each step, for a progress bar."""
-
-
-class Interrupted(Exception):  # noqa: N818 - an event, not an error
-    """The training was told to stop (SIGINT or SIGTERM); what the last epoch saved is complete."""
 
 
 @dataclass
@@ -98,6 +93,8 @@ class Trainer:
             precision=_FABRIC_PRECISION[self.precision.name],
         )
         self.fabric.launch()
+        if self.fabric.global_rank == 0:
+            remove_leftovers(folder)
         model = build_segmenter(config.model, seed=training.seed)
         groups: Any = parameter_groups(model, training.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, fused=device.type != "mps")
@@ -117,17 +114,26 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         self.history = MetricsLog.open(self.folder, keep_until_epoch=self.progress.epoch)
 
+    def save(self) -> None:
+        """Write the training state, from which :meth:`resume` continues.
+
+        Raises:
+            RdvitError: If the disk is full.
+        """
+        if self.fabric.global_rank == 0:
+            with held():
+                save_state(self.folder, self._state())
+
     def fit(self) -> Progress:
         """Train until the epochs, the minutes or the patience end.
 
         Raises:
             DataError: If the loss is not finite; names the cases of the batch.
-            Interrupted: On SIGINT or SIGTERM, after the step that was running.
+            RdvitError: If the disk is full.
         """
-        with _stop_signals() as stop:
-            finished = self.finished()
-            while not finished:
-                finished = self._epoch(stop)
+        finished = self.finished()
+        while not finished:
+            finished = self._epoch()
         self._save_figures("final")
         return self.progress
 
@@ -158,11 +164,11 @@ class Trainer:
 
     _epoch_start: float = 0.0
 
-    def _epoch(self, stop: Sequence[int]) -> bool:
+    def _epoch(self) -> bool:
         """Train for an epoch, validate if due or if it is the last, write everything down; whether it was the last."""
         self._epoch_start = time.monotonic()
         epoch, training = self.progress.epoch, self.config.training
-        row = {"epoch": epoch, **self._train(stop), "lr": self.optimizer.param_groups[0]["lr"]}
+        row = {"epoch": epoch, **self._train(), "lr": self.optimizer.param_groups[0]["lr"]}
         self.progress.epoch += 1
         last = self.finished()
         if last or self.progress.epoch % training.validate_every == 0:
@@ -173,10 +179,10 @@ class Trainer:
         self.history.append(row)
         if self.fabric.global_rank == 0:
             self.tracker.log_metrics({k: v for k, v in row.items() if k != "epoch"}, step=epoch)
-            save_state(self.folder, self._state())
+        self.save()
         return last
 
-    def _train(self, stop: Sequence[int]) -> dict[str, float]:
+    def _train(self) -> dict[str, float]:
         """The steps of one epoch; mean loss parts, and the share of the time spent outside the data loading.
 
         Where the minutes alone plan the training, the epoch ends with them.
@@ -191,11 +197,11 @@ class Trainer:
         )
         for done, batch in enumerate(batches, start=1):
             data_seconds += time.perf_counter() - waiting
-            parts = self._step(batch)
+            with naming_lost_workers():
+                parts = self._step(batch)
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value
-            if stop:
-                raise Interrupted(signal.Signals(stop[0]).name)
+            stop_if_told()
             self.report(f"epoch {self.progress.epoch + 1}  loss {parts['loss']:.3f}", done, total)
             waiting = time.perf_counter()
             if self.config.training.epochs is None and self._out_of_time():
@@ -221,6 +227,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.fabric.backward(loss)
         norm = self.fabric.clip_gradients(self.model, self.optimizer, max_norm=training.clip_norm, error_if_nonfinite=False)
+        if norm is not None and not torch.isfinite(norm) and self.precision.name != "fp16":  # whose scaler skips such a step
+            raise DataError(f"the gradient became {norm.item()} in step {step}, on cases {', '.join(batch['id'])}")
         self.optimizer.step()
         self._balance(record.gates_TBNE)
         self.progress.step += 1
@@ -293,26 +301,3 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "progress": vars(self.progress),
         }
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list instead of dying at once; a second SIGINT does die."""
-    received: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    previous = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        try:
-            previous[number] = signal.signal(number, remember)
-        except ValueError:  # not in the main thread: a notebook's or a test's own business
-            break
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

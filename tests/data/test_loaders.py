@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from rdvit.config import Config
 from rdvit.data.datalist import Case, load_data
-from rdvit.data.loaders import TrainingSamples, cached_cases, training_batches
+from rdvit.data.loaders import TrainingSamples, cached_cases, naming_lost_workers, training_batches
 from rdvit.data.transforms import PrepareCase
+from rdvit.errors import DataError
 
 CLASSES = (1, 2, 3)
 MakeConfig = Callable[..., Config]
@@ -137,6 +141,48 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return read
 
 
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_a_bad_file_is_named(cases: list[Case], tiny_config: MakeConfig, tmp_path: Path, cache: str) -> None:
+    image = tmp_path / "bad.nii.gz"
+    image.write_bytes(cases[1].image.read_bytes()[:1000])
+    bad = [cases[0], Case("b", "b", image, cases[1].label)]
+    with pytest.raises(DataError, match=r"^\S*bad\.nii\.gz: [^\n]*$"):
+        cached_cases(bad, tiny_config(data={"cache": cache}), CLASSES, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_cache_file_is_made_anew(
+    cases: list[Case], cached: Dataset, tiny_config: MakeConfig, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = cached_cases(cases[:1], tiny_config(data={"cache": "disk"}), CLASSES, tmp_path)
+    (file,) = tmp_path.glob("*.pt")
+    file.write_bytes(file.read_bytes()[:500]) if damage == "cut" else file.unlink()
+    caplog.clear()
+    for _ in range(2):
+        assert_equal(dataset[0], cached[0])
+    assert [record.getMessage().endswith(f"case {cases[0].id} is read again") for record in caplog.records] == (
+        [True] if damage == "cut" else []
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_gone_bad_in_the_middle_of_an_epoch_is_named(
+    cases: list[Case], tiny_config: MakeConfig, tmp_path: Path, workers: int
+) -> None:
+    """Its prepared copy is damaged, and so is the original: one line, also out of a worker process."""
+    image = tmp_path / "goes bad.nii.gz"
+    shutil.copyfile(cases[0].image, image)
+    config = tiny_config(data={"cache": "disk", "num_workers": workers}, training={"batch_size": 1})
+    dataset = cached_cases([Case("a", "a", image, cases[0].label)], config, CLASSES, tmp_path / "cache")
+    batches = training_batches(TrainingSamples(dataset, config), config, 0)
+    next(batches) if workers == 0 else None
+    (file,) = (tmp_path / "cache").glob("*.pt")
+    file.write_bytes(b"")
+    image.write_bytes(b"")
+    with pytest.raises(DataError, match=r"goes bad\.nii\.gz: [^\n]*$"):
+        list(batches)
+
+
 # Training samples
 
 
@@ -191,6 +237,8 @@ def test_every_case_comes_once_in_every_pass_in_a_new_order(cached: Dataset, tin
 class Numbers(Dataset):
     """Stands in for the samples: sample i is the number i."""
 
+    num_workers = 0
+
     def __len__(self) -> int:
         return 5
 
@@ -230,3 +278,69 @@ def test_resumed_training_sees_the_batches_of_an_unbroken_one(cached: Dataset, t
     resumed = list(training_batches(TrainingSamples(cached, tiny_config()), tiny_config(training={"steps_per_epoch": 2}), 2))
     for one, other in zip(unbroken[2:], resumed, strict=True):
         assert_equal(one, other)
+
+
+class DyingSamples(Numbers):
+    """Whose worker process is killed at the third sample, as by a full /dev/shm."""
+
+    def __init__(self, workers: int) -> None:
+        self.num_workers, self.home = workers, os.getpid()
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number == 3 and os.getpid() != self.home:
+            os.kill(os.getpid(), signal.SIGBUS)
+        return {"number": number}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="no bus errors on this system")
+def test_where_workers_die_this_process_loads_the_rest(tiny_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny_config(data={"num_workers": 1}, training={"steps_per_epoch": 3, "batch_size": 2})
+    samples: Any = DyingSamples(1)
+    first = flat([batch["number"].tolist() for batch in training_batches(samples, config, 0)])
+    second = flat([batch["number"].tolist() for batch in training_batches(samples, config, 3)])
+    assert first + second == list(range(12))
+    (warning,) = caplog.records  # and not again in the second epoch
+    assert "loading in 1 processes failed" in warning.getMessage() and "--shm-size" in warning.getMessage()
+
+
+def test_a_worker_that_dies_under_the_network_says_what_to_do() -> None:
+    with (
+        pytest.raises(DataError, match=r"DataLoader worker \(pid 7\) is killed.*num_workers to 0.*--resume"),
+        naming_lost_workers(),
+    ):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error.\nMore.")
+    with pytest.raises(RuntimeError, match="other"), naming_lost_workers():
+        raise RuntimeError("other")
+
+
+NO_SHARED_MEMORY = """
+import sys
+from typing import Any
+import torch
+from rdvit.config import resolve_config
+from rdvit.data.loaders import training_batches
+class Samples(torch.utils.data.Dataset):
+    num_workers = 1
+    def __len__(self): return 8
+    def __getitem__(self, number): return {"image": torch.full((1 << 16,), float(number))}
+flags = {"data": {"num_workers": 1}, "training": {"steps_per_epoch": 4, "batch_size": 2}}
+batches = training_batches(Samples(), resolve_config("2d", "vit", flags=flags), 0)
+print([int(value) for batch in batches for value in batch["image"][:, 0]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["0", "64k"])
+def test_without_shared_memory(size: str) -> None:
+    """In a mount namespace of its own whose /dev/shm is tiny, or cannot be written at all."""
+    option = "ro" if size == "0" else f"size={size}"
+    words = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs -o {option} tmpfs /dev/shm || exit 77; exec "$0" -c "$1"']
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare(1)")
+    outcome = subprocess.run(
+        [*words, sys.executable, NO_SHARED_MEMORY], capture_output=True, text=True, timeout=300, check=False
+    )
+    if outcome.returncode in (1, 77) and ("unshare" in outcome.stderr or "mount" in outcome.stderr):
+        pytest.skip(f"mounting is refused: {outcome.stderr.strip()}")
+    assert outcome.stdout.strip() == str(list(range(8))), outcome.stderr
+    assert outcome.stderr.count("this process loads from here on") == 1, outcome.stderr

@@ -19,7 +19,8 @@ from rdvit.checkpoint import load_model, load_state
 from rdvit.config import Config, load_config
 from rdvit.errors import ConfigError, DataError
 from rdvit.training.run import make_split, resume_run, start_run
-from rdvit.training.trainer import Interrupted, Trainer
+from rdvit.training.signals import Interrupted
+from rdvit.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -104,7 +105,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 def test_folder_holds_what_the_design_says(finished: FinishedRun) -> None:
     names = {path.name for path in finished.folder.iterdir()}
-    files = {"config.yaml", "metrics.csv", "model.safetensors", "model.json", "state.pt", "summary.json"}
+    files = {"config.yaml", "metrics.csv", "model.safetensors", "model.json", "state.pt", "state.previous.pt", "summary.json"}
     assert names == files | {"split.json", "figures"}  # and no temporary file is left
 
 
@@ -172,9 +173,9 @@ def test_mlflow_has_the_whole_run(finished: FinishedRun) -> None:
     assert (finished.runs / "mlartifacts").is_dir()
 
 
-@pytest.mark.parametrize(("error", "status"), [(Interrupted("SIGTERM"), "KILLED"), (DataError("spoiled"), "FAILED")])
+@pytest.mark.parametrize(("error", "status"), [(Interrupted(15), "KILLED"), (DataError("spoiled"), "FAILED")])
 def test_a_run_that_ends_early_is_closed(
-    finished: FinishedRun, phantom: Path, tiny_config: MakeConfig, error: Exception, status: str
+    finished: FinishedRun, phantom: Path, tiny_config: MakeConfig, error: BaseException, status: str
 ) -> None:
     def stop(text: str, done: int, total: int) -> None:
         raise error
@@ -214,13 +215,10 @@ def test_without_tracking_there_is_no_store(tmp_path: Path, untracked: Callable[
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path, untracked: Callable[..., dict[str, Any]]) -> None:
     def stop(text: str, done: int, total: int) -> None:
-        raise Interrupted
+        raise Interrupted(2)
 
     with pytest.raises(Interrupted):
         untracked(report=stop)
-    with pytest.raises(ConfigError, match=r"holds a run already.*remove it"):  # nothing was saved that could be resumed
-        untracked()
-    (tmp_path / "runs" / "small" / "state.pt").touch()
     with pytest.raises(ConfigError, match=r"holds a run already.*--resume .*small continues it"):
         untracked()
 

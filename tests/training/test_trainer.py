@@ -27,8 +27,9 @@ from rdvit.models.build import expert_layers
 from rdvit.training import trainer as trainer_module
 from rdvit.training.run import make_split
 from rdvit.training.schedule import ema_decay, learning_rate
+from rdvit.training.signals import Interrupted, stop_signals
 from rdvit.training.tracking import NullTracker
-from rdvit.training.trainer import Interrupted, Trainer
+from rdvit.training.trainer import Trainer
 from rdvit.training.validation import Validation
 
 NAMES = {1: "RV", 2: "MYO", 3: "LV"}
@@ -267,6 +268,18 @@ def test_loss_that_is_not_finite_names_its_cases(tmp_path: Path, make_trainer: M
     assert not (tmp_path / "state.pt").exists()  # a spoiled state is not worth keeping
 
 
+def test_gradient_that_is_not_finite_names_its_cases_too(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    """The loss would only be lost in the next step, whose cases are not the ones at fault."""
+    trainer = make_trainer(tmp_path, Scores(0.5), epochs=1)
+    weight = next(trainer.model.module.decoder.out.parameters())
+    before = weight.detach().clone()
+    weight.register_hook(lambda gradient: gradient * float("inf"))
+    cases = [str(trainer.samples[number]["id"]) for number in range(2)]
+    with pytest.raises(DataError, match=rf"gradient became (nan|inf) in step 0, on cases {', '.join(cases)}"):
+        trainer.fit()
+    assert torch.equal(weight, before)
+
+
 # Resume
 
 
@@ -281,7 +294,7 @@ def test_resume_equals_uninterrupted(tmp_path: Path, make_trainer: MakeTrainer, 
 
     before = signal.getsignal(signal.SIGTERM)
     halved = make_trainer(tmp_path / "halved", dim=dim, preset=preset, epochs=4, report=stop_in_epoch_3)
-    with pytest.raises(Interrupted, match="SIGTERM"):
+    with pytest.raises(Interrupted, match="SIGTERM"), stop_signals():
         halved.fit()
     assert signal.getsignal(signal.SIGTERM) == before
     assert load_state(tmp_path / "halved")["progress"]["epoch"] == 2
