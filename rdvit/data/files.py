@@ -18,6 +18,7 @@ from rdvit.errors import DataError, RdvitError
 
 NIFTI_SUFFIXES = (".nii", ".nii.gz", ".hdr", ".img", ".hdr.gz", ".img.gz")
 SUFFIXES = (*NIFTI_SUFFIXES, *itk.SUFFIXES)
+_HEADERS = (".hdr", ".img", ".hdr.gz", ".img.gz", ".nhdr", ".mhd")
 _GZIP = b"\x1f\x8b"
 
 
@@ -27,6 +28,17 @@ def stem(path: Path) -> str:
         if path.name.lower().endswith(suffix):
             return path.name[: -len(suffix)]
     return path.resolve().name if path.is_dir() else path.stem
+
+
+def companions(path: Path) -> list[Path]:
+    """All files that an image is made of, sorted: the files of a DICOM folder; of a header with its voxels in a file of their
+    own, the files of the same name; otherwise the file alone."""
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.is_file())
+    if not path.name.lower().endswith(_HEADERS):
+        return [path]
+    begin = f"{stem(path)}."
+    return sorted(file for file in path.parent.iterdir() if file.name.startswith(begin) and file.is_file())
 
 
 def is_dicom(path: Path) -> bool:
