@@ -211,7 +211,9 @@ def test_two_hundred_files_and_three_signals(command: list[str], tmp_path: Path)
 
     def run(stop: int | None) -> dict[str, Any]:
         """One process, stopped when it has made ten new masks."""
-        words = [sys.executable, "-c", "from rdvit.cli.app import main; main()", *command, str(tmp_path / "in"), "--json"]
+        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # ignored below a shell's `&`
+        code += "; from rdvit.cli.app import main; main()"
+        words = [sys.executable, "-c", code, *command, str(tmp_path / "in"), "--json"]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         end = time.monotonic() + 600
         while stop and process.poll() is None and len(moments(out)) < len(known) + 10 and time.monotonic() < end:
