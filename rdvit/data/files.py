@@ -12,7 +12,9 @@ from io import BufferedReader
 from pathlib import Path
 
 import nibabel as nib
+import numpy as np
 
+from rdvit.atomic import atomic
 from rdvit.data import itk, limits
 from rdvit.errors import DataError, RdvitError
 
@@ -81,6 +83,23 @@ def open_image(path: Path, series: str | None = None) -> nib.Nifti1Pair:
     if path.stat().st_size == 0:
         raise DataError("cannot be read as an image: the file is empty", file=path)
     return itk.open_itk(path) if name.endswith(itk.SUFFIXES) else _open_nifti(path)
+
+
+def write_image(image: nib.Nifti1Image, path: Path) -> Path:
+    """Write an image that was made here as .nii.gz, whole or not at all; real numbers as float32.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    array = np.asanyarray(image.dataobj)
+    if array.dtype.kind == "f":
+        image.set_data_dtype(np.float32)
+    try:
+        with atomic(path) as temporary:
+            image.to_filename(temporary)
+    except OSError as error:
+        raise DataError(f"cannot be written: {error.strerror or error}", file=path) from error
+    return path
 
 
 def _open_nifti(path: Path) -> nib.Nifti1Pair:
