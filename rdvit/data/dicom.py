@@ -33,6 +33,7 @@ _OPTIONAL = (
     *("SeriesDescription", "SOPInstanceUID", "SliceThickness", "TriggerTime", "TemporalPositionIdentifier"),
     *("NumberOfFrames", "SamplesPerPixel", "BitsAllocated"),
 )
+_UNDEFINED_LENGTH = 0xFFFFFFFF  # of an element that an item delimiter ends
 _log = logging.getLogger("rdvit")
 
 
@@ -163,6 +164,22 @@ def _header(file: Path, folder: Path) -> Any:
         raise DataError(f"cannot be read as DICOM: {error or type(error).__name__}", file=file) from error
 
 
+def _check_lengths(file: Path) -> None:
+    """Refuse a file with an element longer than the file itself: GDCM would take that memory, up to 4 GB, before it noticed."""
+    import pydicom
+
+    size = file.stat().st_size
+    try:
+        elements = list(pydicom.dcmread(file, defer_size=1024).values())  # long values are passed over, not read
+    except Exception as error:  # as above
+        raise DataError(f"cannot be read as DICOM: {error or type(error).__name__}", file=file) from error
+    for element in elements:
+        length = getattr(element, "length", _UNDEFINED_LENGTH)  # a sequence has been read to its end already
+        if length != _UNDEFINED_LENGTH and element.value_tell + length > size:
+            what = f"element {element.tag} promises {length} bytes at {element.value_tell}"
+            raise DataError(f"cannot be true: its {what}, the file has {size}", file=file)
+
+
 def _slice(header: Any, file: Path) -> Slice:
     """The plain values of a header; refuses what is not one gray picture with a place."""
     try:
@@ -287,6 +304,7 @@ def _check_even(places_mm: list[float], folder: Path) -> None:
 
 def _pixels(image: Slice) -> np.ndarray:
     """(X, Y) values of one file, rescaled; each file by itself, because slopes may differ within a series."""
+    _check_lengths(image.file)
     try:
         pixels_ZYX = sitk.GetArrayFromImage(sitk.ReadImage(str(image.file), imageIO="GDCMImageIO"))
     except RuntimeError as error:
