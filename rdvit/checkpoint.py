@@ -21,6 +21,7 @@ from safetensors.torch import save as to_bytes
 from rdvit import __version__
 from rdvit.atomic import write
 from rdvit.config import Config, validate
+from rdvit.data.datalist import NAME_RULE, is_plain_name
 from rdvit.errors import DataError, ModelError
 from rdvit.models.build import build_segmenter
 from rdvit.models.segmenter import Segmenter
@@ -72,6 +73,8 @@ def load_info(folder: Path) -> ModelInfo:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         names = {int(value): str(name) for value, name in content["class_names"].items()}
+        if len(set(names.values())) < len(names) or not all(map(is_plain_name, names.values())):
+            raise ValueError(f"each class needs a name of its own, which {NAME_RULE}, found {names}")
         return ModelInfo(validate(content["config"], source=path), names, content["training"], content["version"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"damaged model description: {type(error).__name__} {error}", file=path) from error

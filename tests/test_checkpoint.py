@@ -130,6 +130,14 @@ def test_damaged_description_is_an_error_that_names_the_file(text: str, folder: 
         load_info(folder)
 
 
+@pytest.mark.parametrize("names", [{"1": "../LV"}, {"1": "LV", "2": "LV"}, {"1": ".."}, {"1": "a\nb"}])
+def test_class_names_that_cannot_name_results_are_refused(names: dict[str, str], folder: Path) -> None:
+    content = json.loads((folder / DESCRIPTION).read_text())
+    (folder / DESCRIPTION).write_text(json.dumps({**content, "class_names": names}))
+    with pytest.raises(ModelError, match="each class needs a name of its own"):
+        load_info(folder)
+
+
 def test_description_with_an_unknown_setting_is_refused(folder: Path) -> None:
     content = json.loads((folder / DESCRIPTION).read_text())
     content["config"]["model"]["embed_dimm"] = 32

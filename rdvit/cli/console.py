@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +44,23 @@ def set_up_logging(quiet: bool) -> None:
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
     logger.propagate = False
     logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """A polite request to stop ends the command as Ctrl-C does: what is half done is cleared away, exit code 143."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

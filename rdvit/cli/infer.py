@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rdvit.cli.console import check_output, console, error_line, print_json, print_table, progress_bar
-from rdvit.errors import ConfigError, DataError, RdvitError
+from rdvit.cli.console import check_output, console, ends_on_sigterm, error_line, print_json, print_table, progress_bar
+from rdvit.errors import ConfigError, DataError, ModelError, RdvitError
 
 if TYPE_CHECKING:
     import numpy as np
 
     from rdvit.data.volume import Volume
     from rdvit.inference.predictor import Predictor
+
+KINDS = ("mask", "halting", "entropy", "volumes", "preview")  # keys of a result that hold a path
+# How the names of all results end that a case may leave, its record aside.
+ENDS = ("seg.nii.gz", "halting.nii.gz", "entropy.nii.gz", "volumes.csv", "preview.png")
 
 
 def infer(
@@ -48,39 +52,39 @@ def infer(
     """
     if frame is not None and all_frames:
         raise ConfigError("expected --frame or --all-frames, found both")
-    files = _files(inputs)
-    targets = _targets(files, out)
-    wishes = Wishes(loops, halting, frame, all_frames, series, maps, preview, overwrite)
-    ends = ["seg.nii.gz", *(["halting.nii.gz", "entropy.nii.gz"] if maps else []), *(["preview.png"] if preview else [])]
-    ends += ["volumes.csv"] if all_frames else []
-    check_output(out, [_named(out / stem, end) for stem in targets.values() for end in ends], overwrite)
+    targets = {file: out / stem for file, stem in _targets(_files(inputs), out).items()}
+    check_output(out, [], overwrite)
+    wishes = Wishes(loops, halting, frame, all_frames, series, maps, preview)
 
-    from rdvit.checkpoint import find_model, load_model
+    from rdvit import __version__
+    from rdvit.checkpoint import DESCRIPTION, WEIGHTS, find_model, load_model
+    from rdvit.inference.batch import digest
     from rdvit.inference.predictor import Predictor
 
     folder = find_model(model, runs)
-    network, info = load_model(folder)
-    predictor = Predictor(network, info, device, precision, keep_largest)
-    precision_used = predictor.precision
-    console().print(f"model: {folder} ({precision_used.name}: {precision_used.reason})")
-    done: list[dict[str, Any]] = []
-    failures: list[dict[str, str]] = []
-    with progress_bar() as report:
-        for number, (file, stem) in enumerate(targets.items(), start=1):
-            report(file.name, number - 1, len(targets))
-            try:
-                done.append(_segment(predictor, file, out / stem, wishes))
-            except RdvitError as error:
-                if len(targets) == 1:
-                    raise
-                failures.append({"file": str(file), "reason": str(error)})
-                error_line(str(error))
-    _write_record(out, folder, done, failures)
-    _tell(done, failures, info.class_names)
+    settings = {"model": digest([folder / WEIGHTS, folder / DESCRIPTION]), "rdvit": __version__, "precision": precision, "keep_largest": keep_largest}
+    settings |= asdict(wishes)
+    before = {} if overwrite else _finished(targets, settings, wishes)
+    left = {file: target for file, target in targets.items() if file not in before}
+    if before:
+        console().print(f"{len(before)} of {len(targets)} done before with this model and these options, skipped")
+    done, failures = list(before.values()), list[dict[str, str]]()
+    try:
+        if left:
+            network, info = load_model(folder)
+            predictor = Predictor(network, info, device, precision, keep_largest)
+            console().print(f"model: {folder} ({predictor.precision.name}: {predictor.precision.reason})")
+            _segment_all(left, predictor, wishes, settings, overwrite, done, failures)
+    finally:  # also of a run that was stopped
+        order = {str(file): number for number, file in enumerate(targets)}
+        done.sort(key=lambda case: order[case["file"]])
+        if done or failures:
+            _write_record(out, folder, done, failures)
+    _tell(done, len(before), failures)
     if as_json:
         from rdvit.evaluation.summary import to_json
 
-        print_json(to_json({"model": str(folder), "cases": done, "failures": failures}))
+        print_json(to_json({"model": str(folder), "cases": done, "skipped": len(before), "failures": failures}))
     if failures:
         raise typer.Exit(1)
 
@@ -96,20 +100,75 @@ class Wishes:
     series: str | None
     maps: bool
     preview: bool
-    overwrite: bool
+
+    @property
+    def ends(self) -> list[str]:
+        """How the names of a case's results end."""
+        extra = {"halting.nii.gz": self.maps, "entropy.nii.gz": self.maps, "preview.png": self.preview}
+        extra["volumes.csv"] = self.all_frames
+        return ["seg.nii.gz", *(end for end, wanted in extra.items() if wanted), "result.json"]
 
 
-def _segment(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> dict[str, Any]:
+def _finished(targets: dict[Path, Path], settings: dict[str, Any], wishes: Wishes) -> dict[Path, dict[str, Any]]:
+    """What an earlier run has done of the same; anything else that would be replaced is refused."""
+    from rdvit.inference.batch import finished, listed, named
+
+    done, existing = {}, []
+    for file, target in targets.items():
+        record = finished(target, file, settings)
+        if record is None:
+            own = listed(target)  # of a case that was stopped between two of its files
+            existing += [path for end in wishes.ends if (path := named(target, end)).exists() and path not in own]
+            continue
+        moved = {kind: str(target.with_name(Path(record[kind]).name)) for kind in KINDS if kind in record}
+        done[file] = {k: v for k, v in record.items() if k not in ("files", "made_with")} | moved | {"file": str(file)}
+    if existing:
+        message = f"{len(existing)} result(s) exist already, such as {existing[0]}"
+        raise DataError(message, hint="--overwrite replaces them")
+    return done
+
+
+def _segment_all(
+    targets: dict[Path, Path],
+    predictor: Predictor,
+    wishes: Wishes,
+    settings: dict[str, Any],
+    overwrite: bool,
+    done: list[dict[str, Any]],
+    failures: list[dict[str, str]],
+) -> None:
+    """Segment one file after the other; what comes of them is added to ``done`` and ``failures``."""
+    from rdvit.inference.batch import clear, made_with, staged, write_record
+
+    with ends_on_sigterm(), progress_bar() as report:
+        for number, (file, target) in enumerate(targets.items()):
+            report(file.name, number, len(targets))
+            try:
+                clear(target, ENDS if overwrite else ())  # if this case fails, no older result must pass for its own
+                with staged(target) as stage:
+                    written, measured = _results(predictor, file, stage, wishes)
+                    paths = {kind: str(target.with_name(path.name)) for kind, path in written.items()}
+                    result = {"file": str(file), **paths, **measured}
+                    write_record(stage, result, made_with(file, settings))
+                done.append(result)
+            except Exception as error:
+                if isinstance(error, ModelError) or (len(targets) == 1 and not done):  # of no other file could more be said
+                    raise
+                reason = str(error) if isinstance(error, RdvitError) else f"{type(error).__name__}: {error}"
+                failures.append({"file": str(file), "reason": reason})
+                error_line(reason if str(file) in reason else f"{file}: {reason}")
+
+
+def _results(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> tuple[dict[str, Path], dict[str, Any]]:
     """Segment one file and write its results beside each other; returns what was written and measured."""
     import numpy as np
 
     from rdvit.data.volume import read_frames, read_image
     from rdvit.evaluation.cardiac import cine_measures, structure_volumes_ml
+    from rdvit.inference.batch import named
     from rdvit.inference.writer import write_labels, write_map
 
-    names, overwrite = predictor.info.class_names, wishes.overwrite
-    for end in ("seg.nii.gz", "halting.nii.gz", "entropy.nii.gz", "volumes.csv", "preview.png") if overwrite else ():
-        _named(target, end).unlink(missing_ok=True)  # if this case fails, no older result must pass for its own
+    names = predictor.info.class_names
     predictions, volumes_T = [], []
     images = read_frames(file, wishes.series) if wishes.all_frames else [read_image(file, wishes.frame, wishes.series)]
     for image in images:
@@ -120,29 +179,27 @@ def _segment(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
         return np.stack(arrays, axis=-1) if len(arrays) > 1 else arrays[0]
 
     labels = joined([p.labels_XYZ for p in predictions])
-    written = {"mask": write_labels(_named(target, "seg.nii.gz"), labels, image, names, overwrite)}
+    written = {"mask": write_labels(named(target, "seg.nii.gz"), labels, image, names)}
     if wishes.maps:
         steps, entropy = joined([p.steps_XYZ for p in predictions]), joined([p.entropy_XYZ for p in predictions])
-        written["halting"] = write_map(_named(target, "halting.nii.gz"), steps, image, "loops until halt", overwrite)
-        written["entropy"] = write_map(_named(target, "entropy.nii.gz"), entropy, image, "entropy in nats", overwrite)
+        written["halting"] = write_map(named(target, "halting.nii.gz"), steps, image, "loops until halt")
+        written["entropy"] = write_map(named(target, "entropy.nii.gz"), entropy, image, "entropy in nats")
     result: dict[str, Any] = {"volumes_ml": volumes_T[0]}
     shown = 0
     if len(predictions) > 1:
         measures = cine_measures(volumes_T)
         shown = int(measures.get("ED_frame", 1)) - 1
         result = {"volumes_ml": volumes_T[shown], "volumes_per_frame_ml": volumes_T, "measures": measures}
-        written["volumes"] = _write_curve(_named(target, "volumes.csv"), volumes_T)
+        written["volumes"] = _write_curve(named(target, "volumes.csv"), volumes_T)
     if wishes.preview:
         image = read_image(file, shown + 1, wishes.series) if len(predictions) > 1 else image
-        written["preview"] = _preview(image, predictions[shown].labels_XYZ, names, file, _named(target, "preview.png"))
-    return {
-        "file": str(file),
-        **{kind: str(path) for kind, path in written.items()},
-        **result,
+        written["preview"] = _preview(image, predictions[shown].labels_XYZ, names, file, named(target, "preview.png"))
+    result |= {
         "loops": predictions[0].loops,
         "mean_loops": float(np.mean([p.mean_steps for p in predictions])),
         "seconds": sum(sum(p.seconds.values()) for p in predictions),
     }
+    return written, result
 
 
 def _preview(image: Volume, labels_XYZ: np.ndarray, names: dict[int, str], file: Path, path: Path) -> Path:
@@ -176,6 +233,8 @@ def _files(inputs: list[Path]) -> list[Path]:
             files.append(path)
             continue
         found = sorted(f for f in path.iterdir() if f.name.lower().endswith(SUFFIXES) and not f.name.startswith("."))
+        results = {record.name.removesuffix("result.json") + end for record in path.glob("*_result.json") for end in ENDS}
+        found = [f for f in found if f.name not in results]  # of an earlier run into the same folder
         found = [f for f in found if not f.name.lower().endswith((".img", ".img.gz"))]  # the .hdr stands for the pair
         if not found and not is_dicom_folder(path):
             raise DataError(f"holds no image, looked for {', '.join(SUFFIXES)} and for DICOM files", file=path)
@@ -197,10 +256,6 @@ def _targets(files: list[Path], out: Path) -> dict[Path, str]:
             f"several inputs would be written under one name in {out}", hint="segment them into folders of their own"
         )
     return stems
-
-
-def _named(target: Path, end: str) -> Path:
-    return target.with_name(f"{target.name}_{end}")
 
 
 def _write_record(out: Path, model: Path, done: list[dict[str, Any]], failures: list[dict[str, str]]) -> None:
@@ -228,20 +283,21 @@ def _write_record(out: Path, model: Path, done: list[dict[str, Any]], failures: 
             path.write_text(to_json({"failures": failures}), encoding="utf-8")
 
 
-def _tell(done: list[dict[str, Any]], failures: list[dict[str, str]], class_names: dict[int, str]) -> None:
+def _tell(done: list[dict[str, Any]], skipped: int, failures: list[dict[str, str]]) -> None:
     rows = [
         {
             "mask": case["mask"],
-            **{f"{name} (mL)": case["volumes_ml"][name] for name in class_names.values()},
+            **{f"{name} (mL)": volume for name, volume in case["volumes_ml"].items()},
             "loops": f"{case['mean_loops']:.2f} of {case['loops']}",
             "seconds": case["seconds"],
         }
         for case in done
     ]
     if rows:
-        print_table(f"{len(done)} segmented, {len(failures)} failed", rows, dict.fromkeys(rows[0], 1))
+        counts = f"{len(done) - skipped} segmented, {len(failures)} failed" + (f", {skipped} done before" if skipped else "")
+        print_table(counts, rows, dict.fromkeys(rows[0], 1))
     for case in done:
-        extra = [case[kind] for kind in ("halting", "entropy", "volumes", "preview") if kind in case]
+        extra = [case[kind] for kind in KINDS[1:] if kind in case]
         if extra:
             console().print("\n".join(extra))
         if case.get("measures"):

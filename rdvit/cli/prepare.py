@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from rdvit.cli.console import console
+from rdvit.cli.console import check_output, console, error_line, print_json, print_table, progress_bar
+from rdvit.errors import DataError
 
 app = typer.Typer(help="Make a data set folder.", no_args_is_help=True)
 
@@ -35,3 +36,58 @@ def phantom(
 
     folder = write_phantom(out, patients, seed, cines=cines, overwrite=overwrite)
     console().print(f"{patients} patients written to {folder}")
+
+
+@app.command()
+def dicom(
+    inputs: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders with DICOM files, also in subfolders.")],
+    out: Annotated[Path, typer.Option(help="Folder for scan001.nii.gz, scan002.nii.gz, ...")] = Path("nifti"),
+    series: Annotated[str | None, typer.Option(help="Only series with this UID, end of it, or description.")] = None,
+    only_list: Annotated[bool, typer.Option("--list", help="List the series and write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON on standard output.")] = False,
+) -> None:
+    """DICOM series as NIfTI files, cines as 4D; numbered, and with nothing of the patient in them.
+
+    \f
+    Raises:
+        RdvitError: On wrong input. A series that cannot be stacked is reported and exit code 1 given.
+    """
+    from rdvit.data.dicom import dicom_folders, is_called, list_series, stack_series
+    from rdvit.data.files import write_image
+    from rdvit.evaluation.summary import to_json
+
+    found = [(folder, one) for folder in dicom_folders(inputs) for one in list_series(folder)]
+    # Numbered before the choice, so that a series keeps its number whichever are chosen.
+    chosen = {f"scan{n:03d}": pair for n, pair in enumerate(found, start=1) if series is None or is_called(pair[1], series)}
+    if not chosen:
+        raise DataError(f"none of {len(found)} series is called {series!r}", hint="--list shows them")
+    files = {name: out / f"{name}.nii.gz" for name in chosen}
+    if not only_list:
+        check_output(out, list(files.values()), overwrite)
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    with progress_bar() as report:
+        for done, (name, (folder, one)) in enumerate(chosen.items()):
+            row = {
+                "file": "-",
+                "folder": str(folder),
+                "uid": one.uid,
+                "description": one.description,
+                "images": len(one.slices),
+            }
+            report(str(folder), done, len(chosen))
+            try:
+                if not only_list:
+                    image = stack_series(one, folder)
+                    row |= {"file": str(write_image(image, files[name])), "shape": "x".join(map(str, image.shape))}
+            except DataError as error:
+                failed += 1
+                row |= {"shape": "failed"}
+                error_line(str(error))
+            rows.append(row)
+    print_table(f"{len(rows)} series" + ("" if only_list else f", {failed} failed"), rows)
+    if as_json:
+        print_json(to_json({"series": rows, "failed": failed}))
+    if failed:
+        raise typer.Exit(1)

@@ -26,6 +26,8 @@ from rdvit.errors import DataError
 SEED = 2018  # of every split; fixed here so that "fold0-val" means the same patients everywhere
 FOLDS = 5
 
+NAME_RULE = "cannot hold a slash, a backslash or a control character, or nothing but dots"
+
 _FOLD_NAME = re.compile(r"fold(\d+)-(train|val)")
 _IMAGE = re.compile(r"(.+)\.(?:nii(?:\.gz)?|nrrd|nhdr|mha|mhd)", re.IGNORECASE)
 _CASE_KEYS = ("id", "patient", "group", "phase", "image", "label")
@@ -70,6 +72,11 @@ class DataList:
     cases: tuple[Case, ...]
     class_names: dict[int, str]
     splits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name from a file may become a part of a path: `NAME_RULE`."""
+    return bool(name.strip(" .")) and not re.search(r"[/\\\x00-\x1f\x7f]", name)
 
 
 def load_data(path: str | Path, problems: list[str] | None = None) -> DataList:
@@ -228,7 +235,7 @@ def _load_nnunet(root: Path, problems: list[str] | None) -> DataList:
     description = root / "dataset.json"
     content = _read_json(description) if description.is_file() else {}
     names = _class_names(content["labels"], description) if "labels" in content else _scan_classes(cases, root, problems)
-    return DataList(str(content.get("name") or root.resolve().name), root, cases, names)
+    return DataList(_data_name(content, root.resolve().name, description), root, cases, names)
 
 
 def _load_json(path: Path, problems: list[str] | None) -> DataList:
@@ -254,7 +261,7 @@ def _load_json(path: Path, problems: list[str] | None) -> DataList:
         _note(DataError(f"{len(missing)} of {len(files)} listed files are missing: {_some(missing)}", file=path), problems)
     found = tuple(case for case in cases.values() if not {str(case.image), str(case.label)} & set(missing))
     names = _class_names(content["labels"], path) if "labels" in content else _scan_classes(found, path, problems)
-    return DataList(str(content.get("name") or path.stem), path.parent, found, names, splits)
+    return DataList(_data_name(content, path.stem, path), path.parent, found, names, splits)
 
 
 def _json_case(item: object, path: Path) -> Case:
@@ -270,10 +277,18 @@ def _json_case(item: object, path: Path) -> Case:
     image = path.parent / texts["image"]
     match = _IMAGE.fullmatch(image.name)
     case_id = texts.get("id") or (match[1] if match else image.stem)
-    if "/" in case_id or "\\" in case_id:
-        raise DataError(f"an id becomes a file name and cannot hold a slash, got {case_id!r}", file=path)
+    if not is_plain_name(case_id):
+        raise DataError(f"an id becomes a file name and {NAME_RULE}, got {case_id!r}", file=path)
     label = path.parent / texts["label"] if "label" in texts else None
     return Case(case_id, texts.get("patient") or case_id, image, label, texts.get("group"), texts.get("phase"))
+
+
+def _data_name(content: dict[str, Any], otherwise: str, path: Path) -> str:
+    """What a data set calls itself; runs are named after it."""
+    name = str(content.get("name") or otherwise)
+    if "name" in content and not is_plain_name(name):
+        raise DataError(f'its "name" becomes a folder name and {NAME_RULE}, got {name!r}', file=path)
+    return name
 
 
 def _image_files(folder: Path) -> dict[str, Path]:
@@ -309,6 +324,10 @@ def _class_names(entries: object, path: Path) -> dict[int, str]:
             raise DataError(f'"labels" pairs {name!r} with {value!r}, a name and one whole number expected', file=path)
         if names.setdefault(int(value), name) != name:
             raise DataError(f'"labels" calls {int(value)} both {names[int(value)]!r} and {name!r}', file=path)
+        if not is_plain_name(name):
+            raise DataError(f"the name of a class {NAME_RULE}, got {name!r}", file=path)
+    if len(set(names.values())) < len(names):
+        raise DataError(f'"labels" gives two values one name: {names}', file=path)
     return {value: names[value] for value in sorted(names) if value != 0}
 
 

@@ -11,6 +11,8 @@ TriggerTime, or by TemporalPositionIdentifier where times are missing, and the r
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ import nibabel as nib
 import numpy as np
 import SimpleITK as sitk  # noqa: N813 - its customary name
 
-from rdvit.data.files import is_dicom
+from rdvit.data.files import is_dicom, is_dicom_folder
 from rdvit.data.itk import as_nifti, itk_reason, ras_from_lps
 from rdvit.data.limits import check_content, check_promise
 from rdvit.errors import DataError, RdvitError
@@ -31,6 +33,7 @@ _OPTIONAL = (
     *("SeriesDescription", "SOPInstanceUID", "SliceThickness", "TriggerTime", "TemporalPositionIdentifier"),
     *("NumberOfFrames", "SamplesPerPixel", "BitsAllocated"),
 )
+_UNDEFINED_LENGTH = 0xFFFFFFFF  # of an element that an item delimiter ends
 _log = logging.getLogger("rdvit")
 
 
@@ -91,6 +94,24 @@ def list_series(folder: Path) -> list[Series]:
     return [found[uid] for uid in sorted(found)]
 
 
+def dicom_folders(roots: Iterable[Path]) -> list[Path]:
+    """All folders with DICOM files at and below some folders, sorted; links to folders are not followed.
+
+    Raises:
+        DataError: One of them is no folder, or there is no DICOM file in it.
+    """
+    found: set[Path] = set()
+    for root in roots:
+        if not root.is_dir():
+            raise DataError("no such folder; the folder that holds DICOM files was expected", file=root)
+        below = [Path(folder) for folder, _, _ in os.walk(root)]
+        there = [folder for folder in below if is_dicom_folder(folder)]
+        if not there:
+            raise DataError(f"no DICOM file is in it or its {len(below) - 1} subfolders", file=root)
+        found.update(there)
+    return sorted(found)
+
+
 def open_series(folder: Path, wanted: str | None = None) -> nib.Nifti1Image:
     """Read one series of a folder as a volume (X, Y, Z), or a cine (X, Y, Z, T).
 
@@ -102,7 +123,19 @@ def open_series(folder: Path, wanted: str | None = None) -> nib.Nifti1Image:
         DataError: The series is not named where there are several, or is no regular stack: slices missing, doubled,
             unevenly spaced, of different size or direction; or a file is damaged.
     """
-    series = _choose(list_series(folder), wanted, folder)
+    return stack_series(_choose(list_series(folder), wanted, folder), folder)
+
+
+def stack_series(series: Series, folder: Path) -> nib.Nifti1Image:
+    """Read the pixels of a series as a volume (X, Y, Z), or a cine (X, Y, Z, T); its header holds geometry and nothing else.
+
+    Args:
+        series: One of `list_series`.
+        folder: Where it lies, for messages.
+
+    Raises:
+        DataError: It is no regular stack, or a file is damaged.
+    """
     slices = _without_copies(series, folder)
     _check_alike(series, folder)
     places = _by_place(slices, folder)
@@ -129,6 +162,22 @@ def _header(file: Path, folder: Path) -> Any:
         return pydicom.dcmread(file, stop_before_pixels=True, specific_tags=[*_REQUIRED, *_OPTIONAL])
     except Exception as error:  # damaged bytes raise anything
         raise DataError(f"cannot be read as DICOM: {error or type(error).__name__}", file=file) from error
+
+
+def _check_lengths(file: Path) -> None:
+    """Refuse a file with an element longer than the file itself: GDCM would take that memory, up to 4 GB, before it noticed."""
+    import pydicom
+
+    size = file.stat().st_size
+    try:
+        elements = list(pydicom.dcmread(file, defer_size=1024).values())  # long values are passed over, not read
+    except Exception as error:  # as above
+        raise DataError(f"cannot be read as DICOM: {error or type(error).__name__}", file=file) from error
+    for element in elements:
+        length = getattr(element, "length", _UNDEFINED_LENGTH)  # a sequence has been read to its end already
+        if length != _UNDEFINED_LENGTH and element.value_tell + length > size:
+            what = f"element {element.tag} promises {length} bytes at {element.value_tell}"
+            raise DataError(f"cannot be true: its {what}, the file has {size}", file=file)
 
 
 def _slice(header: Any, file: Path) -> Slice:
@@ -167,10 +216,15 @@ def _choose(found: list[Series], wanted: str | None, folder: Path) -> Series:
         if len(found) > 1:
             raise DataError(f"holds {len(found)} series: {listed}", file=folder, hint="name one with --series")
         return found[0]
-    chosen = [series for series in found if wanted and (series.uid.endswith(wanted) or series.description == wanted)]
+    chosen = [series for series in found if is_called(series, wanted)]
     if len(chosen) != 1:
         raise DataError(f"{len(chosen) or 'no'} series are called {wanted!r}, it holds {listed}", file=folder)
     return chosen[0]
+
+
+def is_called(series: Series, name: str) -> bool:
+    """Whether a name means a series: its UID, the end of it, or its description."""
+    return bool(name) and (series.uid.endswith(name) or series.description == name)
 
 
 def _check_alike(series: Series, folder: Path) -> None:
@@ -250,6 +304,7 @@ def _check_even(places_mm: list[float], folder: Path) -> None:
 
 def _pixels(image: Slice) -> np.ndarray:
     """(X, Y) values of one file, rescaled; each file by itself, because slopes may differ within a series."""
+    _check_lengths(image.file)
     try:
         pixels_ZYX = sitk.GetArrayFromImage(sitk.ReadImage(str(image.file), imageIO="GDCMImageIO"))
     except RuntimeError as error:

@@ -12,12 +12,15 @@ from io import BufferedReader
 from pathlib import Path
 
 import nibabel as nib
+import numpy as np
 
+from rdvit.atomic import atomic
 from rdvit.data import itk, limits
 from rdvit.errors import DataError, RdvitError
 
 NIFTI_SUFFIXES = (".nii", ".nii.gz", ".hdr", ".img", ".hdr.gz", ".img.gz")
 SUFFIXES = (*NIFTI_SUFFIXES, *itk.SUFFIXES)
+_HEADERS = (".hdr", ".img", ".hdr.gz", ".img.gz", ".nhdr", ".mhd")
 _GZIP = b"\x1f\x8b"
 
 
@@ -27,6 +30,17 @@ def stem(path: Path) -> str:
         if path.name.lower().endswith(suffix):
             return path.name[: -len(suffix)]
     return path.resolve().name if path.is_dir() else path.stem
+
+
+def companions(path: Path) -> list[Path]:
+    """All files that an image is made of, sorted: the files of a DICOM folder; of a header with its voxels in a file of their
+    own, the files of the same name; otherwise the file alone."""
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.is_file())
+    if not path.name.lower().endswith(_HEADERS):
+        return [path]
+    begin = f"{stem(path)}."
+    return sorted(file for file in path.parent.iterdir() if file.name.startswith(begin) and file.is_file())
 
 
 def is_dicom(path: Path) -> bool:
@@ -69,6 +83,23 @@ def open_image(path: Path, series: str | None = None) -> nib.Nifti1Pair:
     if path.stat().st_size == 0:
         raise DataError("cannot be read as an image: the file is empty", file=path)
     return itk.open_itk(path) if name.endswith(itk.SUFFIXES) else _open_nifti(path)
+
+
+def write_image(image: nib.Nifti1Image, path: Path) -> Path:
+    """Write an image that was made here as .nii.gz, whole or not at all; real numbers as float32.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    array = np.asanyarray(image.dataobj)
+    if array.dtype.kind == "f":
+        image.set_data_dtype(np.float32)
+    try:
+        with atomic(path) as temporary:
+            image.to_filename(temporary)
+    except OSError as error:
+        raise DataError(f"cannot be written: {error.strerror or error}", file=path) from error
+    return path
 
 
 def _open_nifti(path: Path) -> nib.Nifti1Pair:

@@ -255,7 +255,7 @@ def check_same_grid(image: Volume, labels: Volume) -> None:
 
 def _frames_in(image: nib.Nifti1Pair, path: Path) -> int:
     shape = image.shape
-    if len(shape) not in (2, 3, 4) or 0 in shape:
+    if len(shape) not in (2, 3, 4) or min(shape) < 1:
         raise DataError(f"shape {shape} is neither an image nor a series of images (2D, 3D or 4D)", file=path)
     return int(shape[3]) if len(shape) == 4 else 1
 

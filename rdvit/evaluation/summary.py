@@ -21,8 +21,8 @@ from rdvit.evaluation.metrics import EMPTY_RULE, METRIC_NAMES
 CONVENTIONS = {
     "empty_structures": EMPTY_RULE,
     "missing_predictions": (
-        "Scored as an empty prediction: Dice and IoU 0 for every structure in the reference, distances and volume_ml "
-        "NaN; listed under failures. A case whose reference cannot be read is listed and in no mean."
+        "Scored as an empty prediction: Dice and IoU 0 and distances the volume's diagonal for every structure in "
+        "the reference, volume_ml NaN; listed under failures. A case whose reference cannot be read is listed and in no mean."
     ),
     "Dice": "2 TP / (2 TP + FP + FN) over the voxels of the whole volume, per structure, never with the background.",
     "IoU": "TP / (TP + FP + FN), over the same voxels.",
@@ -71,8 +71,9 @@ def summarize(results: Sequence[CaseResult], class_names: Mapping[int, str]) -> 
         class_names: Label value to structure name, without the background.
 
     Returns:
-        nnU-Net's `metric_per_case`, `mean` (per class) and `foreground_mean`; per class `n` (cases in the mean Dice)
-        and `n_distances` (cases in the mean HD95); `failures`, `class_names`, `conventions`; and `cardiac` where a
+        nnU-Net's `metric_per_case`, `mean` (per class) and `foreground_mean`; per class `n` (cases in its means) and
+        `n_missed` (those of them where prediction or reference, not both, are empty);
+        `failures`, `class_names`, `conventions`; and `cardiac` where a
         patient has both an ED and an ES case. Classes are label values as strings. Numbers may be NaN: write the
         file through `to_json`.
 
@@ -89,7 +90,7 @@ def summarize(results: Sequence[CaseResult], class_names: Mapping[int, str]) -> 
         "mean": mean,
         "foreground_mean": {m: _mean(mean[c][m] for c in classes) for m in METRIC_NAMES},
         "n": {c: _defined(_column(per_case, c, "Dice")).size for c in classes},
-        "n_distances": {c: _defined(_column(per_case, c, "HD95")).size for c in classes},
+        "n_missed": {c: sum(_is_missed(entry["metrics"].get(c)) for entry in per_case) for c in classes},
         "failures": [{"case": result.case, "reason": result.failed} for result in results if result.failed is not None],
         "class_names": {str(value): name for value, name in class_names.items()},
         "conventions": CONVENTIONS,
@@ -117,20 +118,20 @@ def dice_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         summary: From `summarize`, or read back from its JSON.
 
     Returns:
-        Rows with `structure`, `n`, `Dice`, `Dice_sd`, `n_distances`, `HD95`, `HD95_sd`, `ASSD`, `ASSD_sd` (mm; sd over
+        Rows with `structure`, `n`, `Dice`, `Dice_sd`, `n_missed`, `HD95`, `HD95_sd`, `ASSD`, `ASSD_sd` (mm; sd over
         cases with n - 1 in the denominator). NaN where a value is undefined, as are the sd of the last row; its `n`
-        counts the cases.
+        counts the cases, its `n_missed` adds up the structures'.
     """
     rows: list[dict[str, Any]] = []
     for label, name in summary["class_names"].items():
-        row = {"structure": name, "n": summary["n"][label], "n_distances": summary["n_distances"][label]}
+        row = {"structure": name, "n": summary["n"][label], "n_missed": summary["n_missed"][label]}
         for metric in ("Dice", "HD95", "ASSD"):
             values = _defined(_column(summary["metric_per_case"], label, metric))
             row[metric] = _mean(values)
             row[f"{metric}_sd"] = float(values.std(ddof=1)) if values.size > 1 else math.nan
         rows.append(row)
     n_cases = len(summary["metric_per_case"])
-    last: dict[str, Any] = {"structure": "mean", "n": n_cases, "n_distances": n_cases}
+    last: dict[str, Any] = {"structure": "mean", "n": n_cases, "n_missed": sum(summary["n_missed"].values())}
     for metric in ("Dice", "HD95", "ASSD"):
         last[metric] = _mean([summary["foreground_mean"][metric]])
         last[f"{metric}_sd"] = math.nan
@@ -190,6 +191,10 @@ def _pairs(patients: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float
         [patient["prediction"].get(name, math.nan) for patient in patients],
         [patient["reference"].get(name, math.nan) for patient in patients],
     )
+
+
+def _is_missed(metrics: Mapping[str, float] | None) -> bool:
+    return metrics is not None and (metrics["n_pred"] == 0) != (metrics["n_ref"] == 0)
 
 
 def _column(per_case: Iterable[Mapping[str, Any]], label: str, metric: str) -> list[float | None]:

@@ -18,7 +18,7 @@ from rdvit.errors import DataError
 
 # What may name a patient or a study, or speaks of the source's values; NIfTI-2 has only some of these fields.
 _SOURCE_FIELDS = {
-    *("data_type", "db_name", "aux_file", "extents", "session_error", "glmax", "glmin", "cal_max", "cal_min"),
+    *("data_type", "db_name", "aux_file", "extents", "session_error", "unused_str", "glmax", "glmin", "cal_max", "cal_min"),
     *("intent_name", "intent_code", "intent_p1", "intent_p2", "intent_p3", "vox_offset"),
 }
 _DESCRIP_BYTES = 79  # the field has 80, the last one ends the text

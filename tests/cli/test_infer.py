@@ -167,7 +167,8 @@ def test_one_bad_file_never_stops_the_others(segment: Segment, image: Path, phan
     assert outcome.returncode == 1
     assert outcome.stderr.count("\n") == 1 and str(folder / "b.nii.gz") in outcome.stderr
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"a_seg.nii.gz", "c_seg.nii.gz", "run.json", "failures.json"}
+    results = {f"{stem}_{end}" for stem in "ac" for end in ("seg.nii.gz", "result.json")}
+    assert written == results | {"run.json", "failures.json"}
     failures = json.loads((tmp_path / "out" / "failures.json").read_text())["failures"]
     assert [failure["file"] for failure in failures] == [str(folder / "b.nii.gz")]
     assert "cannot be read as NIfTI" in failures[0]["reason"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -61,3 +62,65 @@ def test_a_folder_that_cannot_be_made(rdvit: Rdvit, tmp_path: Path) -> None:
 def test_five_patients_at_least(rdvit: Rdvit, tmp_path: Path) -> None:
     outcome = rdvit("prepare", "phantom", tmp_path / "phantom", "--patients", "4")
     assert outcome.returncode == 2 and not (tmp_path / "phantom").exists()
+
+
+# DICOM
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """A volume and a cine of one patient, and a localizer of another, whose names are in the headers."""
+    pydicom = pytest.importorskip("pydicom", reason='needs pydicom: pip install "rdvit[dicom]"')
+    import SimpleITK as sitk  # noqa: N813 - its customary name
+
+    def write(path: Path, uid: str, z: float, t: int, description: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = np.arange(20, dtype=np.int16).reshape(1, 5, 4) + int(10 * z) + 1000 * t
+        sitk.WriteImage(sitk.GetImageFromArray(values), str(path))
+        header = pydicom.dcmread(path)
+        header.SeriesInstanceUID, header.SOPInstanceUID, header.SeriesDescription = uid, f"{uid}.{int(z)}.{t}", description
+        header.ImageOrientationPatient, header.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [5, 6, z]
+        header.PixelSpacing, header.TriggerTime, header.SliceThickness = [1.5, 1.5], 30 * t, 8
+        header.PatientName, header.PatientID, header.PatientBirthDate = "Doe^Jane", "MRN-4711", "19620229"
+        header.save_as(path)
+
+    for z in range(3):
+        write(tmp_path / "study" / "a" / f"{z}.dcm", "1.2.3", 8.0 * z, 0, "T1")
+        for t in range(2):
+            write(tmp_path / "study" / "a" / f"cine{z}{t}.dcm", "1.2.4", 8.0 * z, t, "SAX cine")
+    for z in (0, 8, 30):
+        write(tmp_path / "study" / "b" / "deep" / f"{z}.dcm", "1.2.5", z, 0, "uneven")
+    return tmp_path / "study"
+
+
+def test_dicom_series_become_numbered_files_without_the_patient(rdvit: Rdvit, study: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = rdvit("prepare", "dicom", study, "--out", out, "--json")
+    assert outcome.returncode == 1, outcome.stderr  # the third is no stack, and stops no other
+    result = json.loads(outcome.stdout)
+    assert [(row["file"], row["description"], row["images"]) for row in result["series"]] == [
+        (str(out / "scan001.nii.gz"), "T1", 3),
+        (str(out / "scan002.nii.gz"), "SAX cine", 6),
+        ("-", "uneven", 3),
+    ]
+    assert result["failed"] == 1 and "slice" in outcome.stderr and str(study / "b" / "deep") in outcome.stderr
+    assert sorted(path.name for path in out.iterdir()) == ["scan001.nii.gz", "scan002.nii.gz"]
+    volume, cine = nib.load(out / "scan001.nii.gz"), nib.load(out / "scan002.nii.gz")
+    assert volume.shape == (4, 5, 3) and cine.shape == (4, 5, 3, 2) and cine.header["pixdim"][4] == 30
+    assert np.asarray(cine.dataobj)[1, 2, 1, 1] == 9 + 80 + 1000
+    for path in out.iterdir():
+        content = gzip.decompress(path.read_bytes())
+        assert not any(secret in content for secret in (b"Jane", b"4711", b"1962", b"1.2.3", b"T1", b"SAX"))
+
+    refused(rdvit("prepare", "dicom", study, "--out", out), "exist already")
+    assert rdvit("prepare", "dicom", study, "--out", out, "--series", "SAX cine", "--overwrite").returncode == 0
+
+
+def test_dicom_series_are_listed_and_nothing_written(rdvit: Rdvit, study: Path, tmp_path: Path) -> None:
+    outcome = rdvit("prepare", "dicom", study, "--out", tmp_path / "out", "--list")
+    assert outcome.returncode == 0 and not (tmp_path / "out").exists()
+    assert all(text in outcome.stderr for text in ("T1", "SAX cine", "uneven", "1.2.4"))
+    refused(rdvit("prepare", "dicom", study, "--series", "9.9"), "none of 3 series is called '9.9'")
+    refused(rdvit("prepare", "dicom", tmp_path / "absent"), "no such folder")
+    (tmp_path / "bare" / "below").mkdir(parents=True)
+    refused(rdvit("prepare", "dicom", tmp_path / "bare"), "no DICOM file is in it or its 1 subfolders")

@@ -156,6 +156,15 @@ def test_what_is_no_regular_stack_is_refused_in_one_line(folder: Path, kind: str
     assert not any(secret in str(refusal.value) for secret in SECRETS)
 
 
+@pytest.mark.parametrize("garbage", [b"\x00\x56\x00\x53\x00\x2d\x00\x3b", b"\x18\x00\x28\x00OB\x00\x00\xf0\xff\xff\x7f"])
+def test_an_element_longer_than_its_file_is_refused_before_memory_is_taken(folder: Path, garbage: bytes) -> None:
+    """Found by fuzzing: GDCM allocates what such an element promises, and then finds the file too short."""
+    with (folder / "IM003").open("ab") as stream:
+        stream.write(garbage)
+    with pytest.raises(DataError, match=r"IM003: cannot be true: its element .* promises \d+ bytes"):
+        read_image(folder)
+
+
 def test_doubled_frames_without_times_are_refused(tmp_path: Path) -> None:
     for z in range(3):
         for t in range(2):

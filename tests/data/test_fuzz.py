@@ -15,7 +15,7 @@ import SimpleITK as sitk  # noqa: N813 - its customary name
 
 from rdvit.checkpoint import load_info
 from rdvit.data.datalist import load_data
-from rdvit.data.volume import read_image, read_labels
+from rdvit.data.volume import canonical_geometry, frame_count, read_image, read_labels
 from rdvit.errors import RdvitError
 
 LABELS = (np.arange(24, dtype=np.int16) % 5).reshape(2, 3, 4)
@@ -77,6 +77,26 @@ def attack_images(folder: Path, kind: str, count: int, seed: int) -> None:
     for _ in range(count):
         path.write_bytes(mutate(content, dice))
         outcomes |= {survives(lambda: read_image(path, 1)), survives(lambda: read_labels(path, 1))}
+        survives(lambda: canonical_geometry(path)), survives(lambda: frame_count(path))
+    assert False in outcomes
+
+
+def attack_dicom(folder: Path, count: int, seed: int) -> None:
+    """One slice of three; a damaged file may also be no DICOM any more, and the other two are a stack."""
+    pydicom = pytest.importorskip("pydicom", reason='needs pydicom: pip install "rdvit[dicom]"')
+    for z in range(3):
+        sitk.WriteImage(sitk.GetImageFromArray(LABELS.T[:1]), str(folder / f"{z}.dcm"))
+        header = pydicom.dcmread(folder / f"{z}.dcm")
+        header.SeriesInstanceUID, header.SOPInstanceUID = "1.2.3", f"1.2.3.{z}"
+        header.ImageOrientationPatient, header.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [0, 0, 8 * z]
+        header.PixelSpacing = [1.5, 1.5]
+        header.save_as(folder / f"{z}.dcm")
+    dice, content = random.Random(seed), (folder / "2.dcm").read_bytes()
+    assert survives(lambda: read_image(folder))
+    outcomes = set()
+    for _ in range(count):
+        (folder / "2.dcm").write_bytes(mutate(content, dice))
+        outcomes.add(survives(lambda: read_image(folder, 1)))
     assert False in outcomes
 
 
@@ -102,6 +122,11 @@ def test_damaged_images(tmp_path: Path, kind: str) -> None:
     attack_images(tmp_path, kind, count=40, seed=1)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_dicom(tmp_path: Path) -> None:
+    attack_dicom(tmp_path, count=20, seed=1)
+
+
 def test_damaged_descriptions_and_lists(phantom: Path, tiny_model_folder: Path, tmp_path: Path) -> None:
     attack_texts(phantom, tiny_model_folder, tmp_path, count=100, seed=1)
 
@@ -116,3 +141,9 @@ def test_damaged_images_for_longer(tmp_path: Path, kind: str) -> None:
 @pytest.mark.slow
 def test_damaged_descriptions_and_lists_for_longer(phantom: Path, tiny_model_folder: Path, tmp_path: Path) -> None:
     attack_texts(phantom, tiny_model_folder, tmp_path, count=3000, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_dicom_for_longer(tmp_path: Path) -> None:
+    attack_dicom(tmp_path, count=400, seed=2)

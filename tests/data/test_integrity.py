@@ -102,6 +102,34 @@ def test_each_fault_is_found_alone_and_named(copy: Path, kind: str, found: str, 
     assert problem.case == "" or "patient002_ED" in problem.case + problem.text
 
 
+def write_decathlon(root: Path, labels: dict[str, str], values: np.ndarray, shift_mm: float = 0.0) -> None:
+    """One case, 2 x 2 x 3 mm, whose label file holds the values as scaled floats, shifted along x."""
+    for folder in ("imagesTr", "labelsTr"):
+        (root / folder).mkdir()
+    (root / "dataset.json").write_text(json.dumps({"labels": labels}))
+    affine = np.diag([2.0, 2, 3, 1])
+    nib.save(nib.Nifti1Image(np.random.default_rng(0).random(values.shape, np.float32), affine), root / "imagesTr" / "a.nii.gz")
+    affine[0, 3] = shift_mm
+    nib.save(nib.Nifti1Image((values * 0.9999).astype(np.float32), affine), root / "labelsTr" / "a.nii.gz")
+
+
+def test_values_that_are_not_consecutive_are_fine_where_the_classes_say_so(tmp_path: Path) -> None:
+    values = np.zeros((6, 6, 4))
+    values[1:3, 2, 2], values[4, 4, 1] = 2, 5
+    write_decathlon(tmp_path, {"0": "background", "2": "LV", "5": "RV"}, values)
+    assert problems(tmp_path) == []  # as floats, 1.9998 and 4.9995
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": {"1": "LV", "2": "RV"}}))
+    (problem,) = problems(tmp_path)
+    assert problem.kind == "labels" and "values without a class: 5 (1 voxels); known are 1, 2" in problem.text
+
+
+@pytest.mark.parametrize(("shift_mm", "level"), [(0.005, None), (0.9, "warning"), (1.1, "problem")])
+def test_half_a_voxel_is_the_limit(tmp_path: Path, shift_mm: float, level: str | None) -> None:
+    write_decathlon(tmp_path, {"1": "LV"}, np.pad(np.ones((2, 2, 2)), 2), shift_mm)
+    found = [finding.level for finding in check_data(tmp_path).findings if "off their image" in finding.text]
+    assert found == ([] if level is None else [level])
+
+
 def test_two_bad_cases_are_both_found(copy: Path) -> None:
     spoil("truncated", copy)
     frame(copy, 3, "_gt").write_text("no image")

@@ -287,6 +287,16 @@ class TestBrokenFiles:
         with pytest.raises(DataError, match="2D, 3D or 4D"):
             read_image(save(tmp_path / "a.nii", np.zeros(shape, dtype=np.float32)))
 
+    @pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
+    def test_negative_sizes(self, tmp_path: Path, kind: type) -> None:
+        """Found by fuzzing: the geometry alone was asked for, and no voxel was read that could have failed."""
+        header = kind(RAMP, np.eye(4)).header
+        header["dim"][2] = -5
+        (tmp_path / "a.nii").write_bytes(header.binaryblock + bytes(400))
+        for read in (canonical_geometry, frame_count, read_image):
+            with pytest.raises(DataError, match=r"a\.nii"):
+                read(tmp_path / "a.nii")
+
     def test_colours_and_complex_numbers(self, tmp_path: Path) -> None:
         rgb = np.zeros((2, 2, 2), dtype=[("R", "u1"), ("G", "u1"), ("B", "u1")])
         with pytest.raises(DataError, match="colours"):

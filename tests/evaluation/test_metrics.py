@@ -11,6 +11,7 @@ from rdvit.errors import DataError
 from rdvit.evaluation.metrics import (
     METRIC_NAMES,
     case_metrics,
+    diagonal_mm,
     dice,
     iou,
     missing_prediction_metrics,
@@ -19,6 +20,7 @@ from rdvit.evaluation.metrics import (
 )
 
 SPACING = (1.4, 1.6, 10.0)
+FARTHEST = float(np.sqrt((5 * 1.4) ** 2 + (5 * 1.6) ** 2 + (3 * 10.0) ** 2))  # corner to corner of a 6 x 6 x 4 volume
 NAMES = {1: "RV", 3: "LV"}
 
 
@@ -98,7 +100,7 @@ def test_distance_is_symmetric_and_ignores_empty_margins() -> None:
 
 @pytest.mark.parametrize(
     ("pred_voxel", "ref_voxel", "expected_dice", "expected_hd"),
-    [(True, True, 1.0, 0.0), (True, False, 0.0, np.nan), (False, True, 0.0, np.nan), (False, False, np.nan, np.nan)],
+    [(True, True, 1.0, 0.0), (True, False, 0.0, FARTHEST), (False, True, 0.0, FARTHEST), (False, False, np.nan, np.nan)],
 )
 def test_four_cases_of_the_empty_rule(pred_voxel: bool, ref_voxel: bool, expected_dice: float, expected_hd: float) -> None:
     pred, ref = np.zeros((2, 6, 6, 4), dtype=np.uint8)
@@ -129,7 +131,8 @@ def test_missing_prediction_scores_zero_only_where_the_reference_has_the_structu
     scores = missing_prediction_metrics(ref, SPACING, NAMES)
     assert scores["LV"]["Dice"] == scores["LV"]["IoU"] == 0.0
     assert scores["LV"]["FN"] == scores["LV"]["n_ref"] == 18
-    assert np.isnan([scores["LV"]["HD95"], scores["LV"]["volume_ml"], scores["RV"]["Dice"]]).all()
+    assert scores["LV"]["HD95"] == scores["LV"]["ASSD"] == diagonal_mm((8, 8, 4), SPACING)
+    assert np.isnan([scores["LV"]["volume_ml"], scores["RV"]["Dice"], scores["RV"]["HD95"]]).all()
     assert scores["LV"]["volume_ref_ml"] > 0
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rdvit.errors import DataError
-from rdvit.evaluation.metrics import EMPTY_RULE, case_metrics, missing_prediction_metrics
+from rdvit.evaluation.metrics import EMPTY_RULE, case_metrics, diagonal_mm, missing_prediction_metrics
 from rdvit.evaluation.summary import CaseResult, dice_table, summarize, to_json
 
 NAMES = {1: "RV", 2: "MYO", 3: "LV"}
@@ -67,7 +67,8 @@ def test_missing_prediction_counts_as_zero_and_is_listed() -> None:
     summary = summarize([scored("a", heart(40), heart(40)), missing("b", heart(40, rv=0))], NAMES)
     assert summary["mean"]["3"]["Dice"] == 0.5 and summary["n"]["3"] == 2
     assert summary["mean"]["1"]["Dice"] == 1.0 and summary["n"]["1"] == 1  # b's reference has no RV
-    assert summary["mean"]["3"]["HD95"] == 0.0 and summary["n_distances"]["3"] == 1
+    diagonal = diagonal_mm((10, 10, 4), SPACING)
+    assert summary["mean"]["3"]["HD95"] == diagonal / 2 and summary["n_missed"] == {"1": 0, "2": 1, "3": 1}
     assert summary["failures"] == [{"case": "b", "reason": "no prediction"}]
     assert summary["metric_per_case"][1]["failed"] == "no prediction"
 
@@ -149,7 +150,7 @@ def test_dice_table_rows() -> None:
     rows = dice_table(summarize([scored("a", heart(40), heart(40)), missing("b", heart(40))], NAMES))
     assert [row["structure"] for row in rows] == ["RV", "MYO", "LV", "mean"]
     lv, mean = rows[2], rows[3]
-    assert (lv["n"], lv["n_distances"], lv["Dice"], lv["HD95"], lv["ASSD"]) == (2, 1, 0.5, 0.0, 0.0)
-    assert lv["Dice_sd"] == pytest.approx(math.sqrt(0.5))
-    assert math.isnan(lv["HD95_sd"])
-    assert mean["n"] == 2 and mean["Dice"] == 0.5
+    half = diagonal_mm((10, 10, 4), SPACING) / 2
+    assert (lv["n"], lv["n_missed"], lv["Dice"], lv["HD95"], lv["ASSD"]) == (2, 1, 0.5, half, half)
+    assert lv["Dice_sd"] == pytest.approx(math.sqrt(0.5)) and lv["HD95_sd"] == pytest.approx(math.sqrt(2) * half)
+    assert (mean["n"], mean["n_missed"], mean["Dice"]) == (2, 3, 0.5)

@@ -171,6 +171,15 @@ class TestValues:
         result = write_labels(tmp_path / "labels.nii", LABELS, read_image(source), NAMES)
         assert b"jane" not in result.read_bytes().lower()
         header = nib.load(result).header
+        for kind in (nib.Nifti1Image, nib.Nifti2Image):  # every field of text, whatever it is called
+            source = write_image(tmp_path / "b.nii", kind=kind)
+            content = bytearray(source.read_bytes())
+            for dtype, offset, *_ in kind.header_class.template_dtype.fields.values():
+                if dtype.kind == "S" and dtype.itemsize > 4:
+                    content[offset : offset + dtype.itemsize] = b"Jane567890"[: dtype.itemsize].ljust(dtype.itemsize, b"J")
+            source.write_bytes(content)
+            other = write_labels(tmp_path / "c.nii", LABELS, read_image(source), NAMES, overwrite=True)
+            assert b"Jane" not in other.read_bytes() and b"JJJ" not in other.read_bytes()
         assert header["descrip"] == b"rdvit: 1=RV 2=MYO 3=LV"
         assert header["cal_max"] == 0 and not header.extensions
 
