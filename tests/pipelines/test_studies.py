@@ -54,7 +54,7 @@ def test_the_heart_is_what_moves(study: ModuleType) -> None:
 
 
 def test_crops_are_the_image_at_the_same_place(study: ModuleType, phantom: Path, tmp_path: Path) -> None:
-    listed = study.heart_crops(make_split(phantom), tmp_path, size_mm=100.0)
+    listed = study.heart_crops(make_split(phantom), tmp_path, size_mm=130.0)
     crops, whole = load_data(listed), {case.id: case for case in load_data(phantom).cases}
     assert json.loads(listed.read_text())["labelled_voxels_inside"] > 0.97
     assert [len(crops.splits[name]) for name in ("training", "validation")] == [8, 2]
@@ -62,7 +62,7 @@ def test_crops_are_the_image_at_the_same_place(study: ModuleType, phantom: Path,
         assert case.phase == whole[case.id].phase and case.label is not None and whole[case.id].label is not None
         crop, image = read_image(case.image), read_image(whole[case.id].image)
         assert crop.spacing == pytest.approx(image.spacing, rel=1e-5)
-        assert max(crop.array.shape[:2]) * max(crop.spacing[:2]) < 104
+        assert max(crop.array.shape[:2]) * max(crop.spacing[:2]) < 134
         place = np.linalg.inv(image.affine) @ crop.affine @ [3, 4, 1, 1]
         at = tuple(np.rint(place[:3]).astype(int))
         np.testing.assert_allclose(place[:3], at, atol=1e-3)
@@ -130,4 +130,4 @@ def test_budgets_match(study: ModuleType, phantom: Path, tmp_path: Path) -> None
     assert budget.loop_parameters(same_memory) == pytest.approx(budget.loop_parameters(vit), rel=0.08)
     assert budget.flops(same_flops, (32, 32)) == budget.flops(vit, (32, 32))
     assert budget.loop_parameters(vit) == 6 * budget.loop_parameters(same_flops)
-    assert budget.flops(same_memory, (32, 32)) > 3 * budget.flops(vit, (32, 32))
+    assert budget.flops(same_memory, (32, 32)) > 2.5 * budget.flops(vit, (32, 32))
