@@ -110,7 +110,7 @@ def main(words: list[str] | None = None) -> None:
             info = load_model(folder)[1].config.model
             size = {"loop_parameters": loop_parameters(info), "parameters": count_parameters(build_segmenter(info, seed=0))}
             row = {"system": name, "seed": seed, "width": info.embed_dim, "dice": float(np.mean([*scores[name][-1].values()]))}
-            rows.append(row | size | {"gflops": flops(info, (96, 96))})
+            rows.append(row | size | {"gflops": flops(info, study.CROP)})
     lines = []
     for name, found in scores.items():
         first = next(row for row in rows if row["system"] == name)

@@ -1,6 +1,6 @@
 """What the studies share: a setting that fits two CPU cores, crops around the heart, trainings that are made once, tables.
 
-Reduced setting: 10 % of the training patients of fold 0, crops of 144 mm around the heart found without labels, slices, and a
+Reduced setting: 10 % of the training patients of fold 0, crops of 168 mm around the heart found without labels, slices, and a
 network of width 96 whose decoder sees the image but no convolutional pyramid, so that the tokens have to carry the structure.
 Every training is kept under ``OUT/models/`` by a digest of its configuration and data: a study that is started again goes on
 where it was stopped, and studies share what they have in common.
@@ -37,10 +37,11 @@ from rdvit.inference.predictor import Predictor
 from rdvit.training.run import Split, make_split, resume_run, start_run
 from rdvit.training.trainer import Interrupted
 
-CROP_MM = 144.0
+CROP_MM = 168.0  # holds 99.9 % of the labelled voxels of the 28 ACDC patients of the default setting, 99.4 % of the worst
+CROP = (112, 112)  # pixels of 1.5 mm
 REDUCED: dict[str, Any] = {
     "model": {"stem": "patch", "patch_size": [8, 8], "skips": "image", "halting": "none"},
-    "data": {"spacing": 1.5, "crop_size": [96, 96]},
+    "data": {"spacing": 1.5, "crop_size": CROP},
     "training": {"batch_size": 16, "validate_every": 1_000_000},
 }
 _log = logging.getLogger("rdvit")
@@ -131,10 +132,10 @@ def heart_crops(split: Split, out: Path, size_mm: float = CROP_MM) -> Path:
 
 
 def heart_centre(frames_XYZ: Sequence[np.ndarray], spacing: Sequence[float]) -> tuple[float, float]:
-    """Where in the plane two frames of a heart differ most, in voxels; the middle of a single frame.
+    """The middle of what differs between two frames of a heart, in voxels of the plane; the middle of a single frame.
 
-    The mean over the slices of the absolute difference, smoothed by 12 mm, and weighted down away from the middle (60 mm):
-    the chest wall moves, too.
+    The difference is the mean over the slices, smoothed by 12 mm, and weighted down away from the middle of the image (60 mm),
+    since the chest wall moves, too. What is below 30 % of the largest counts as still: the largest alone would lie in the LV.
     """
     shape = frames_XYZ[0].shape
     middle = ((shape[0] - 1) / 2, (shape[1] - 1) / 2)
@@ -144,7 +145,9 @@ def heart_centre(frames_XYZ: Sequence[np.ndarray], spacing: Sequence[float]) -> 
     change_XY = ndimage.gaussian_filter(change_XY, [12 / s for s in spacing[:2]])
     x, y = np.meshgrid(*((np.arange(n) - m) * s for n, m, s in zip(shape, middle, spacing, strict=False)), indexing="ij")
     change_XY = change_XY * np.exp(-(x**2 + y**2) / (2 * 60.0**2))
-    at = np.unravel_index(int(change_XY.argmax()), change_XY.shape)
+    if not change_XY.any():
+        return middle
+    at = ndimage.center_of_mass(np.where(change_XY > 0.3 * change_XY.max(), change_XY, 0))
     return float(at[0]), float(at[1])
 
 
