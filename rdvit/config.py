@@ -1,7 +1,8 @@
 """Every knob, typed and checked: model, data, training. Configurations are data; nothing in them is ever executed.
 
-Precedence, weakest first: the defaults here, ``configs/2d.yaml`` or ``3d.yaml``, the preset, the user's ``--config`` file,
-``--set key.sub=value``, the named flags. What is ``auto`` is settled from the data (``rdvit/data/planning.py``).
+Precedence, weakest first: the defaults here, ``configs/2d.yaml`` or ``3d.yaml``, the preset, the network of a model that is
+fine-tuned, the user's ``--config`` file, ``--set key.sub=value``, the named flags. What is ``auto`` is settled from the data
+(``rdvit/data/planning.py``).
 """
 
 from __future__ import annotations
@@ -216,6 +217,11 @@ class TrainingConfig(Section):
         "final", description="stagewise: the loops in stages, decoded after each by the same layers; mean loss over the stages"
     )
     stages: int = Field(4, ge=1, description="of stagewise supervision; fewer where a step has fewer loops")
+    finetune: str | None = Field(None, description="folder of the model that the training starts from; null: fresh weights")
+    train_only: Literal["all", "lora", "norms", "head"] = Field(
+        "all", description="what of that model is trained; the head always is. lora: low-rank updates, merged when saved"
+    )
+    finetune_rank: int = Field(4, ge=1, description="rank of the updates of train_only lora")
     loss: LossConfig = LossConfig()
     validate_every: int = Field(5, ge=1)
     figures_every: int = Field(5, ge=1, description="figures at each n-th validation, and at the end")
@@ -228,6 +234,8 @@ class TrainingConfig(Section):
     def _check(self) -> TrainingConfig:
         if self.epochs is None and self.max_minutes is None:
             raise ValueError("one of epochs and max_minutes is needed")
+        if self.train_only != "all" and self.finetune is None:
+            raise ValueError(f"train_only {self.train_only} freezes the rest and needs a trained model: --finetune MODEL")
         return self
 
 
@@ -280,6 +288,7 @@ def resolve_config(
     config_file: Path | None = None,
     settings: list[str] | None = None,
     flags: dict[str, Any] | None = None,
+    pretrained: dict[str, Any] | None = None,
 ) -> Config:
     """Merge all sources of a configuration in their order of precedence.
 
@@ -289,6 +298,7 @@ def resolve_config(
         config_file: A YAML file that names only what differs.
         settings: ``key.sub=value`` strings; values are read as YAML.
         flags: Nested values of named flags, the strongest.
+        pretrained: Nested values of a model to fine-tune, just above the preset.
 
     Raises:
         ConfigError: On an unknown key (the nearest one is named) or a value that cannot work.
@@ -298,6 +308,7 @@ def resolve_config(
     if preset not in PRESETS:
         raise ConfigError(f"unknown preset '{preset}'", hint=f"one of {', '.join(PRESETS)}")
     merged = merge(merged, read_yaml(folder / "presets" / f"{preset}.yaml"))
+    merged = merge(merged, pretrained or {})
     if config_file is not None:
         given = read_yaml(config_file)
         merged = merge(merged, {section: values for section, values in given.items() if values is not None})

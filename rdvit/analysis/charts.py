@@ -106,6 +106,68 @@ def training_curves(history: Sequence[Mapping[str, Any]], title: str | None = No
     return fig
 
 
+def seeds_curve(
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    y: str,
+    by: str,
+    labels: tuple[str, str],
+    *,
+    log: bool = False,
+    mark: float | None = None,
+    title: str | None = None,
+) -> Figure:
+    """A line for each value of ``by``: the mean of ``y`` over the rows at each ``x``, bars from least to largest.
+
+    Args:
+        rows: One per training and ``x``; rows that differ in nothing but the seed make a point.
+        x: Column of the horizontal axis.
+        y: Column of the vertical axis.
+        by: Column that names the line.
+        labels: Of the horizontal and the vertical axis.
+        log: Logarithmic horizontal axis.
+        mark: A vertical line here, e.g. the trained depth.
+        title: Printed above.
+    """
+    fig, ax = _new_chart(6.4, 4.2)
+    for i, name in enumerate(dict.fromkeys(row[by] for row in rows)):
+        groups: dict[float, list[float]] = {}
+        for row in rows:
+            if row[by] == name and np.isfinite(row[y]):
+                groups.setdefault(row[x], []).append(row[y])
+        at, color = sorted(groups), LINE_COLORS[i % len(LINE_COLORS)]
+        low, middle, high = (np.array([statistic(groups[place]) for place in at]) for statistic in (np.min, np.mean, np.max))
+        ax.errorbar(at, middle, np.stack([middle - low, high - middle]), color=color, fmt="none", capsize=3)
+        ax.plot(at, middle, marker="o", markersize=4, color=color, label=str(name))
+    if log:
+        ax.set_xscale("log", base=2 if x == "loops" else 10)
+    if mark is not None:
+        ax.axvline(mark, color="0.5", linewidth=1, linestyle=":", zorder=0)
+    _finish(ax, labels[1], labels[0])
+    ax.set_title(title or "", fontsize=12, loc="left")
+    return fig
+
+
+def similarity_figure(matrices: Mapping[str, np.ndarray], labels: tuple[str, str] = ("step", "step or layer")) -> Figure:
+    """Heat maps, side by side, of similarities from 0 to 1, as linear CKA between the steps of networks is.
+
+    Args:
+        matrices: Title to matrix (rows, columns).
+        labels: Of rows and columns.
+    """
+    fig = new_figure(0.8 + 3.2 * len(matrices), 3.4, layout="constrained")
+    axes = fig.subplots(1, len(matrices), squeeze=False)[0]
+    for ax, (title, matrix) in zip(axes, matrices.items(), strict=True):
+        heat = ax.imshow(matrix, vmin=0, vmax=1, cmap="viridis", origin="lower")
+        ax.set_xticks(range(matrix.shape[1]), [str(i + 1) for i in range(matrix.shape[1])], fontsize=9)
+        ax.set_yticks(range(matrix.shape[0]), [str(i + 1) for i in range(matrix.shape[0])], fontsize=9)
+        ax.set_ylabel(labels[0], fontsize=10)
+        ax.set_xlabel(labels[1], fontsize=10)
+        ax.set_title(title, fontsize=11, loc="left")
+    fig.colorbar(heat, ax=list(axes), shrink=0.85)
+    return fig
+
+
 def _new_chart(width: float, height: float) -> tuple[Figure, Axes]:
     fig = new_figure(width, height, layout="constrained")
     return fig, fig.subplots()

@@ -62,7 +62,12 @@ def infer(
     from rdvit.inference.predictor import Predictor
 
     folder = find_model(model, runs)
-    settings = {"model": digest([folder / WEIGHTS, folder / DESCRIPTION]), "rdvit": __version__, "precision": precision, "keep_largest": keep_largest}
+    settings = {
+        "model": digest([folder / WEIGHTS, folder / DESCRIPTION]),
+        "rdvit": __version__,
+        "precision": precision,
+        "keep_largest": keep_largest,
+    }
     settings |= asdict(wishes)
     before = {} if overwrite else _finished(targets, settings, wishes)
     left = {file: target for file, target in targets.items() if file not in before}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,9 +14,12 @@ from rdvit.cli.console import console, print_json, print_table, progress_bar
 from rdvit.errors import ConfigError
 from rdvit.training.signals import Interrupted, stop_signals
 
+if TYPE_CHECKING:
+    from rdvit.config import Config
+
 
 def train(
-    dim: Annotated[Literal["2d", "3d"], typer.Option(help="Slices or volumes.")] = "2d",
+    dim: Annotated[Literal["2d", "3d"] | None, typer.Option(help="Slices or volumes; slices where not given.")] = None,
     moe: Annotated[bool, typer.Option("--moe/--no-moe", help="Mixture of experts in the block (preset rdvit-moe).")] = False,
     preset: Annotated[str | None, typer.Option(help="vit, bvit, rdvit, rdvit-moe, revit or softmor.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with what differs from the preset.")] = None,
@@ -30,6 +33,13 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME where not given.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Run folder to continue; --epochs and --max-minutes may grow.")] = None,
+    finetune: Annotated[
+        str | None, typer.Option(help="Model folder or name of a run to start from; its network is kept.")
+    ] = None,
+    train_only: Annotated[
+        Literal["lora", "norms", "head"] | None,
+        typer.Option(help="With --finetune, train only low-rank updates, norms or the head (which is always trained)."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes every random choice.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
@@ -46,21 +56,31 @@ def train(
     """
     if not 0 <= fold <= 4:
         raise ConfigError(f"expected --fold 0 to 4, found {fold}")
+    if resume is not None and (finetune is not None or train_only is not None):
+        raise ConfigError("--resume continues a run as it began; --finetune and --train-only begin a new one")
+    if train_only is not None and finetune is None:
+        raise ConfigError("--train-only freezes the rest of a trained model, which --finetune MODEL names")
     with _stoppable():
+        from rdvit.checkpoint import find_model
         from rdvit.config import resolve_config
         from rdvit.data.default import default_data
         from rdvit.evaluation.summary import dice_table, to_json
         from rdvit.training.run import make_split, resume_run, start_run
 
         flags = _flags(epochs=epochs, max_minutes=max_minutes, device=device, precision=precision)
+        if resume is None:
+            flags["training"] |= _flags(seed=seed, train_only=train_only)["training"]
+            if max_minutes is not None and epochs is None:
+                flags["training"]["epochs"] = None
         with progress_bar() as report:
             if resume is not None:
                 summary = resume_run(resume, flags, data, runs, mlflow, report)
             else:
-                flags["training"] |= {} if seed is None else {"seed": seed}
-                if max_minutes is not None and epochs is None:
-                    flags["training"]["epochs"] = None
-                resolved = resolve_config(dim, _preset(preset, moe), config, settings, flags)
+                wanted = (dim, _preset(preset, moe))
+                if finetune is None:
+                    resolved = resolve_config(wanted[0] or "2d", wanted[1] or "rdvit", config, settings, flags)
+                else:
+                    resolved = _of_model(find_model(finetune, runs), wanted, config, settings, flags)
                 source, why = (data, "") if data is not None else default_data()
                 if why:
                     console().print(f"data: {source} ({why})")
@@ -84,10 +104,28 @@ def _stoppable() -> Iterator[None]:
         raise typer.Exit(128 + stop.number) from None
 
 
-def _preset(preset: str | None, moe: bool) -> str:
+def _preset(preset: str | None, moe: bool) -> str | None:
     if moe and preset not in (None, "rdvit", "rdvit-moe"):
         raise ConfigError(f"--moe is preset rdvit-moe and contradicts --preset {preset}")
-    return "rdvit-moe" if moe else preset or "rdvit"
+    return "rdvit-moe" if moe else preset
+
+
+def _of_model(
+    folder: Path, wanted: tuple[str | None, str | None], file: Path | None, settings: list[str] | None, flags: dict[str, Any]
+) -> Config:
+    """The configuration that fine-tunes a model; ``wanted`` are the dimensions and the preset, where they were given."""
+    from rdvit.checkpoint import load_info
+    from rdvit.config import resolve_config
+
+    network = load_info(folder).config.model
+    there = (f"{network.spatial_dims}d", network.preset)
+    for asked, found in zip(wanted, there, strict=True):
+        if asked not in (None, found):
+            raise ConfigError(
+                f"fine-tuning keeps the network of its model, {' '.join(there)}; {asked} was asked for", file=folder
+            )
+    flags["training"]["finetune"] = str(folder)
+    return resolve_config(*there, file, settings, flags, {"model": network.model_dump(mode="json")})
 
 
 def _flags(**values: Any) -> dict[str, Any]:

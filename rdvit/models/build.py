@@ -71,15 +71,23 @@ def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
+def all_parameters(module: nn.Module) -> int:
+    """Number of parameters, trained or frozen, shared ones once."""
+    return sum(p.numel() for p in module.parameters())
+
+
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Optimiser groups: weight decay for matrices and kernels only.
 
     Norms, biases, the LTI decay and input gain, the LoRA scales, the halting head and the scores of the soft mixture go
     without: decay would pull A towards its start, starve the injection, or move the read-out (systems.md section 2, 17.3).
+    Frozen parameters are in neither.
     """
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         exempt = parameter.ndim < 2 or name.endswith("scale_Tr") or {"halting", "soft"} & set(name.split("."))
         (free if exempt else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]

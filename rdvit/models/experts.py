@@ -72,7 +72,8 @@ class Experts(nn.Module):
         order = chosen_Nk.flatten().argsort(stable=True)  # token-expert pairs, expert by expert
         counts = torch.bincount(chosen_Nk.flatten(), minlength=self.num_experts).tolist()
         chunks = x_ND[order // self.top_k].split(counts)
-        sorted_out = torch.cat([self._expert(e, chunk) for e, chunk in enumerate(chunks) if len(chunk)])
+        w_in, w_out = self.w_in, self.w_out  # read once: with a low-rank update each reading makes them anew
+        sorted_out = torch.cat([_expert(chunk, w_in[e], w_out[e]) for e, chunk in enumerate(chunks) if len(chunk)])
         pairs = torch.empty_like(sorted_out).index_copy(0, order, sorted_out).view(*gates_Nk.shape, -1)
         y_ND = (gates_Nk[..., None].to(pairs.dtype) * pairs).sum(1)
         if self.shared is not None:
@@ -81,15 +82,16 @@ class Experts(nn.Module):
         batch = x_BMD.shape[:2]
         return y_ND.view_as(x_BMD), Routing(probabilities_NE.view(*batch, -1), gates_NE.view(*batch, -1))
 
-    def _expert(self, e: int, x_MD: Tensor) -> Tensor:
-        """Expert e on its tokens, filled up to whole ``ROWS``: a CPU compiles a product for every new number of rows."""
-        padded = F.pad(x_MD, (0, 0, 0, -len(x_MD) % ROWS))
-        return swiglu(padded, self.w_in[e], self.w_out[e])[: len(x_MD)]
-
     @torch.no_grad()
     def balance(self, load_E: Tensor, rate: float) -> None:
         """Lower the selection bias of overloaded experts and raise that of idle ones, by ``rate`` each."""
         self.router_bias_E += rate * torch.sign(load_E.mean() - load_E)
+
+
+def _expert(x_MD: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """An expert on its tokens, filled up to whole ``ROWS``: a CPU compiles a product for every new number of rows."""
+    padded = F.pad(x_MD, (0, 0, 0, -len(x_MD) % ROWS))
+    return swiglu(padded, w_in, w_out)[: len(x_MD)]
 
 
 def switch_loss(routing: Routing, active_BM: Tensor | None = None) -> Tensor:

@@ -25,7 +25,8 @@ from rdvit.errors import ConfigError, DataError
 from rdvit.evaluation.summary import summarize, to_json
 from rdvit.inference.cases import score_cases
 from rdvit.inference.predictor import Predictor
-from rdvit.models.build import build_segmenter, count_parameters
+from rdvit.models.build import all_parameters, build_segmenter, count_parameters
+from rdvit.training.finetune import pretrained_weights, with_spacing_of_model
 from rdvit.training.signals import Interrupted, held
 from rdvit.training.tracking import RUN_TAG, NullTracker, make_tracker
 from rdvit.training.trainer import Report, Trainer
@@ -100,8 +101,8 @@ def new_run_folder(out: Path | None, runs: Path, split: Split, config: Config) -
 
 
 def start_run(config: Config, split: Split, out: Path | None, runs: Path, track: bool, report: Report) -> dict[str, Any]:
-    """Train from scratch in a new folder; returns the content of ``summary.json``."""
-    config = settle(config, split.train, split.data.class_names)
+    """Train in a new folder, from scratch or from ``training.finetune``; returns the content of ``summary.json``."""
+    config = settle(with_spacing_of_model(config, split.data.class_names), split.train, split.data.class_names)
     folder = new_run_folder(out, runs, split, config)
     record = split.record | {"run": uuid4().hex}
     write(folder / "split.json", json.dumps(record, indent=2))
@@ -164,14 +165,21 @@ def _trainer(config: Config, split: Split, folder: Path, tracker: NullTracker, r
     """The cases in memory, and the training as the folder has it."""
     class_names = split.data.class_names
     origin = {"data": split.data.name, **split.names, "seed": config.training.seed, "patients": len(patients(split.train))}
+    if config.training.finetune is not None:
+        origin |= {"finetuned_from": config.training.finetune, "train_only": config.training.train_only}
     info = ModelInfo(config, class_names, origin)
     _log.info(
         "%s: %d cases of %d patients train, %d cases of %d patients validate",
         split.data.name, len(split.train), len(patients(split.train)), len(split.validation), len(patients(split.validation)),
     )  # fmt: skip
     samples = TrainingSamples(cached_cases(split.train, config, tuple(class_names), folder.parent / "cache"), config)
-    trainer = Trainer(config, info, folder, samples, Validation(split.validation, config, class_names), tracker, report)
-    if any((folder / file).exists() for file in (STATE, PREVIOUS, DESCRIPTION, "metrics.csv")):
+    resumes = any((folder / file).exists() for file in (STATE, PREVIOUS, DESCRIPTION, "metrics.csv"))
+    weights = None if resumes or config.training.finetune is None else pretrained_weights(config, class_names)
+    validation = Validation(split.validation, config, class_names)
+    trainer = Trainer(config, info, folder, samples, validation, tracker, report, weights)
+    trained, total = count_parameters(trainer.model.module), all_parameters(trainer.model.module)
+    _log.info("%d of %d parameters are trained (%.2f %%)", trained, total, 100 * trained / total)
+    if resumes:
         trainer.resume()
     return trainer
 
@@ -182,7 +190,8 @@ def _start_tracking(tracker: NullTracker, trainer: Trainer, split: Split, folder
         RUN_TAG: name,
         "rdvit.version": __version__,
         "rdvit.folder": str(folder),
-        "rdvit.parameters": str(count_parameters(trainer.model.module)),
+        "rdvit.parameters": str(all_parameters(trainer.model.module)),
+        "rdvit.trained_parameters": str(count_parameters(trainer.model.module)),
         "rdvit.torch": torch.__version__,
     }
     run_id = tracker.start(folder.name, config.model_dump(mode="json"), tags, trainer.progress.run_id or None)
@@ -206,7 +215,8 @@ def _summary(trainer: Trainer, split: Split, folder: Path, tracker: NullTracker)
     run = {
         "folder": str(folder),
         "model": info.training
-        | {"parameters": parameters, "loops": info.config.model.loops, "preset": info.config.model.preset},
+        | {"parameters": parameters, "trained_parameters": count_parameters(trainer.model.module)}
+        | {"loops": info.config.model.loops, "preset": info.config.model.preset},
         "progress": asdict(trainer.progress),
         "precision": trainer.precision.name,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, torch {torch.__version__}",

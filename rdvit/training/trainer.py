@@ -29,6 +29,7 @@ from rdvit.errors import DataError
 from rdvit.inference.precision import choose_device, choose_precision
 from rdvit.inference.predictor import Predictor
 from rdvit.models.build import build_segmenter, expert_layers, parameter_groups
+from rdvit.models.lora import merged, train_only
 from rdvit.models.segmenter import Segmenter
 from rdvit.training.losses import SegmentationLoss, halting_images
 from rdvit.training.schedule import ema_decay, learning_rate, stage_ends, training_loops
@@ -69,6 +70,7 @@ class Trainer:
         validation: The validation cases.
         tracker: Where metrics and figures go besides the folder.
         report: Progress callback.
+        weights: Tensors to start from, those of a model that is fine-tuned; fresh ones where None.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Trainer:
         validation: Validation,
         tracker: NullTracker,
         report: Report = lambda text, done, total: None,
+        weights: dict[str, Tensor] | None = None,
     ) -> None:
         self.config, self.info, self.folder = config, info, folder
         self.samples, self.validation, self.tracker, self.report = samples, validation, tracker, report
@@ -96,6 +99,9 @@ class Trainer:
         if self.fabric.global_rank == 0:
             remove_leftovers(folder)
         model = build_segmenter(config.model, seed=training.seed)
+        if weights is not None:
+            model.load_state_dict(weights)
+        train_only(model, training.train_only, training.finetune_rank, training.seed)
         groups: Any = parameter_groups(model, training.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, fused=device.type != "mps")
         self.model, self.optimizer = self.fabric.setup(model, optimizer)
@@ -278,7 +284,7 @@ class Trainer:
             progress.best_dice, progress.best_epoch, progress.validations_without_gain = metrics["val/dice"], progress.epoch, 0
             if self.fabric.global_rank == 0:
                 training = self.info.training | {"epoch": progress.epoch, "val_dice": metrics["val/dice"]}
-                save_model(self.folder, self.averaged, ModelInfo(self.config, self.info.class_names, training))
+                save_model(self.folder, merged(self.averaged), ModelInfo(self.config, self.info.class_names, training))
         else:
             progress.validations_without_gain += 1
         if progress.epoch % (self.config.training.validate_every * self.config.training.figures_every) == 0:

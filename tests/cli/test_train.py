@@ -124,6 +124,37 @@ def test_resume_trains_on(rdvit: Rdvit, trained_run: Path, tmp_path: Path) -> No
     assert len((folder / "metrics.csv").read_text().splitlines()) == 4
 
 
+# Fine-tuning
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_finetune_says_the_share_and_loads_as_any_model(
+    rdvit: Rdvit, trained_run: Path, phantom: Path, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    flags = ["--set", "training.steps_per_epoch=2", "--set", "training.batch_size=2", *tiny_flags[-7:]]
+    words = ("--finetune", trained_run.name, "--train-only", "lora", "--data", phantom, "--out", tmp_path / "run")
+    outcome = rdvit("train", *words, "--runs", trained_run.parent, *flags, "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    model = json.loads(outcome.stdout)["run"]["model"]
+    assert model["finetuned_from"] == str(trained_run) and model["train_only"] == "lora"
+    assert f"{model['trained_parameters']} of " in outcome.stderr and "parameters are trained" in outcome.stderr
+    assert f"fine-tuning {trained_run} with its head" in outcome.stderr
+    image = next(phantom.glob("training/*/*_frame01.nii.gz"))
+    assert rdvit("infer", image, "--model", tmp_path / "run", "--out", tmp_path / "out").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--dim", "3d"], "fine-tuning keeps the network of its model, 2d rdvit; 3d was asked for"),
+        (["--moe"], "2d rdvit; rdvit-moe was asked for"),
+        (["--set", "model.num_heads=4"], "num_heads is 2 there, 4 here"),
+    ],
+)
+def test_finetune_keeps_the_network(rdvit: Rdvit, trained_run: Path, phantom: Path, words: list[str], expected: str) -> None:
+    refused(rdvit("-q", "train", "--finetune", trained_run, "--data", phantom, "--no-mlflow", *words), expected)
+
+
 # Stopped by a signal
 
 
@@ -242,6 +273,9 @@ def test_data_that_nobody_named_is_said(
         (["--data", "none such"], "none such: no such folder or file"),
         (["--config", "none such.yaml"], "none such.yaml: expected a YAML file, found nothing there"),
         (["--resume", "none such"], "none such: no run to resume"),
+        (["--finetune", "none such"], "no model 'none such'"),
+        (["--finetune", "some", "--resume", "some"], "--resume continues a run as it began"),
+        (["--train-only", "lora"], "--train-only freezes the rest of a trained model, which --finetune MODEL names"),
     ],
 )
 def test_wrong_options_are_one_line(rdvit: Rdvit, phantom: Path, tmp_path: Path, words: list[str], expected: str) -> None:
