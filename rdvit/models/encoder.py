@@ -14,6 +14,7 @@ from rdvit.errors import ModelError
 from rdvit.models.bank import ExpertBank
 from rdvit.models.block import Block, layer_norm
 from rdvit.models.depth import DepthLoRA
+from rdvit.models.merging import Merging
 from rdvit.models.readout import HaltingHead, SoftReadout
 from rdvit.models.recurrence import LoopRecord, Recurrence
 
@@ -184,6 +185,7 @@ class RecurrentViT(nn.Module):
         halts_B: Tensor | None = None,
         keep_states: bool = False,
         early: Sequence[int] = (),
+        merging: Merging | None = None,
     ) -> Encoding:
         """Encode images whose sizes are multiples of the patch.
 
@@ -194,6 +196,7 @@ class RecurrentViT(nn.Module):
             keep_states: Keep all states in the record.
             early: After which loops, counted from 1, the state is wanted as a token map too; the last one where all tokens
                 had halted before.
+            merging: Merge tokens in the loop; prelude and coda see all of them.
 
         Raises:
             ModelError: If an axis is not a multiple of the patch.
@@ -210,7 +213,8 @@ class RecurrentViT(nn.Module):
             e_BND = block(e_BND, grid)[0]
         loops = self.config.loops if loops is None else loops
         keep_states = keep_states or bool(early)
-        record = self.recurrence(e_BND, grid, loops, halts_B, skip=not torch.is_grad_enabled(), keep_states=keep_states)
+        skip = not torch.is_grad_enabled()
+        record = self.recurrence(e_BND, grid, loops, halts_B, skip=skip, keep_states=keep_states, merging=merging)
         early_maps = [self._finish(record.states[min(t, record.loops) - 1], grid) for t in early] if record.states else []
         return Encoding(self._finish(record.tokens_BND, grid), skips, grid, record, early_maps)
 
