@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,11 +36,27 @@ def strides_and_kernels(patch_size: tuple[int, ...]) -> tuple[list[tuple[int, ..
     return strides, kernels
 
 
-def level_channels(config: ModelConfig) -> list[int]:
-    """Channels of the levels 0 .. last before the tokens."""
+def split_patch(config: ModelConfig) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The patch as what the stem strides, and the strides from stage to stage after it (SReT; otherwise none)."""
     assert config.patch_size != "auto"
-    steps = max(config.patch_size).bit_length() - 1
-    return [config.stem_channels * 2**i for i in range(steps)]
+    if config.sret is None:
+        return config.patch_size, []
+    pools = strides_and_kernels(config.patch_size)[0][1 - len(config.sret.blocks) :]
+    return tuple(p // math.prod(s) for p, s in zip(config.patch_size, zip(*pools, strict=True), strict=True)), pools
+
+
+def level_channels(config: ModelConfig) -> list[int]:
+    """Channels of the levels 0 .. last before the tokens; SReT's stages before its last are levels, too."""
+    patch, pools = split_patch(config)
+    steps = max(patch).bit_length() - 1
+    return [config.stem_channels * 2**i for i in range(steps)] + [config.embed_dim // 2**i for i in range(len(pools), 0, -1)]
+
+
+def decoder_strides_and_kernels(config: ModelConfig) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """:func:`strides_and_kernels` down to the last tokens; below the stem's end kernels are as there."""
+    patch, pools = split_patch(config)
+    strides, kernels = strides_and_kernels(patch)
+    return strides + pools, kernels + kernels[-1:] * len(pools)
 
 
 class ConvStem(nn.Module):
@@ -176,7 +193,7 @@ class RecurrentViT(nn.Module):
         self.recurrence = Recurrence(config)
         self.coda = nn.ModuleList(Block(config) for _ in range(config.coda_depth))
         self.norm = layer_norm(config.embed_dim)
-        self.apply(_init_weights)
+        self.apply(init_weights)
 
     def encode(
         self,
@@ -232,7 +249,8 @@ class RecurrentViT(nn.Module):
         return encoding.token_map.flatten(2).transpose(1, 2), states
 
 
-def _init_weights(module: nn.Module) -> None:
+def init_weights(module: nn.Module) -> None:
+    """Small normal weights without bias for linears; the parts that start otherwise do so themselves."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

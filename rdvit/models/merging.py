@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -128,24 +127,22 @@ class Groups:
 
 
 @torch.no_grad()
-def match(keys_BHMK: Tensor, mass_BM: Tensor, count: int, set_a: Tensor) -> Groups:
-    """Bipartite soft matching: each token of A finds the most similar one of B', and the ``count`` most similar pairs merge.
+def match(keys_BHMK: Tensor, mass_BM: Tensor, count: int) -> Groups:
+    """Bipartite soft matching: each token of A finds the most similar one of B, and the ``count`` most similar pairs merge.
 
-    Similarity is the cosine of the keys' mean over the heads, masses left out. Several tokens of A may join one of B'.
-    What is left stays in its order.
+    A holds every second token, from the first, B the others. Similarity is the cosine of the keys' mean over the heads,
+    masses left out. Several tokens of A may join one of B. What is left stays in its order.
 
     Args:
         keys_BHMK: Keys of the tokens.
         mass_BM: Mass of each.
-        count: Tokens that merge away, at most as many as there are in A.
-        set_a: Which tokens (M,) are in A; the others are B'.
+        count: Tokens that merge away, at most half.
     """
     metric_BMK = F.normalize(keys_BHMK.float().mean(1), dim=-1, eps=1e-6)
-    a, b = set_a.nonzero()[:, 0], (~set_a).nonzero()[:, 0]
     with torch.autocast(keys_BHMK.device.type, enabled=False):
-        best_BA, partner_BA = (metric_BMK[:, a] @ metric_BMK[:, b].mT).max(-1)
+        best_BA, partner_BA = (metric_BMK[:, ::2] @ metric_BMK[:, 1::2].mT).max(-1)
     merged_BR = best_BA.argsort(dim=1, descending=True, stable=True)[:, :count]
-    absorbed_BR, into_BR = a[merged_BR], b[partner_BA.gather(1, merged_BR)]
+    absorbed_BR, into_BR = 2 * merged_BR, 2 * partner_BA.gather(1, merged_BR) + 1
     gone_BM = torch.zeros_like(mass_BM, dtype=torch.bool).scatter(1, absorbed_BR, True)
     place_BM = (~gone_BM).cumsum(1) - 1
     index_BM = place_BM.scatter(1, absorbed_BR, place_BM.gather(1, into_BR))
@@ -154,21 +151,12 @@ def match(keys_BHMK: Tensor, mass_BM: Tensor, count: int, set_a: Tensor) -> Grou
     return Groups(index_BM, keeper_BL, absorbed_BR, mass_BM, mass_BL)
 
 
-def chequered(grid: Sequence[int]) -> Tensor:
-    """Every second token (N,) of a grid, as on a chequered board: all neighbours of a token are in the other set.
-
-    Every second token of the sequence would be every second slice of a volume with an even number of them.
-    """
-    axes = torch.meshgrid(*(torch.arange(size) for size in grid), indexing="ij")
-    return torch.stack(axes).sum(0).flatten() % 2 == 0
-
-
 class TokenMerger:
     """Merges the tokens of one stage in one run, step by step, and knows the way back to the grid.
 
     Args:
         merging: How much, and when.
-        grid: Token grid of the stage.
+        tokens: Tokens of the stage's grid.
         steps: Steps that the stage runs.
         divisor: What must divide the number of tokens that are left.
 
@@ -176,9 +164,8 @@ class TokenMerger:
         groups: The tokens of the grid in those that are left; None before the first merge.
     """
 
-    def __init__(self, merging: Merging, grid: tuple[int, ...], steps: int, divisor: int = 1) -> None:
-        self.merging, self.grid, self.steps, self.divisor = merging, grid, steps, divisor
-        self.tokens = math.prod(grid)
+    def __init__(self, merging: Merging, tokens: int, steps: int, divisor: int = 1) -> None:
+        self.merging, self.tokens, self.steps, self.divisor = merging, tokens, steps, divisor
         self.groups: Groups | None = None
         self._latest: Groups | None = None
         self._next_step = 0
@@ -195,9 +182,8 @@ class TokenMerger:
             _say(self.merging.rate, self.tokens, left, wanted, count, self.divisor)
         if not count:
             return None
-        set_a = chequered(self.grid if self.groups is None else (left,)).to(keys_BHMK.device)
         mass_BM = self.mass_BM if self.mass_BM is not None else keys_BHMK.new_ones(len(keys_BHMK), left, dtype=torch.float32)
-        self._latest = match(keys_BHMK, mass_BM, count, set_a)
+        self._latest = match(keys_BHMK, mass_BM, count)
         self.groups = self._latest if self.groups is None else self.groups.then(self._latest)
         return self._latest
 

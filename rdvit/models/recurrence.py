@@ -40,7 +40,8 @@ class LoopRecord:
     Attributes:
         tokens_BND: The read-out.
         loops: Loops that were run; fewer than asked for where every token had halted.
-        residuals_TB: Relative step size ``|h_{t+1} - h_t| / |h_t|`` of each loop and image, without gradient.
+        residuals_TB: Relative step size ``|h_{t+1} - h_t| / |h_t|`` of each loop and image, without gradient. Of SReT: of each
+            pass of a block, stage after stage.
         states: h_1 .. h_T, if asked for.
         weights_BNT: Read-out weights of each token over the loops, of ACT or of the soft mixture; sum 1. None where the
             last state is read.
@@ -120,7 +121,7 @@ class Recurrence(nn.Module):
                 model without a halting head, or merging in training, or by a schedule that goes on while tokens halt.
         """
         self._check(loops, halts_B)
-        merger = None if merging is None or not merging.rate else self._merger(merging, grid, loops, halts_B)
+        merger = None if merging is None or not merging.rate else self._merger(merging, e_BND.shape[1], loops, halts_B)
         halting: HaltingState | None = None
         h_BND, carry = e_BND, None
         y_BND: Tensor | float = 0.0
@@ -144,7 +145,7 @@ class Recurrence(nn.Module):
                     p_BN = self.halting(h_BND) * halts_B[:, None]
                     weights.append(halting.update(p_BN, last=t == loops - 1))
                     y_BND = y_BND + weights[-1][..., None].to(h_BND.dtype) * h_BND
-            residuals.append(_relative_step(before_BND, h_BND, None if merger is None else merger.mass_BM))
+            residuals.append(relative_step(before_BND, h_BND, None if merger is None else merger.mass_BM))
             if keep_states or self.soft is not None:
                 states.append(h_BND if merger is None else merger.unmerge(h_BND))
         record = LoopRecord(h_BND, len(residuals), torch.stack(residuals), states if keep_states else None)
@@ -168,14 +169,15 @@ class Recurrence(nn.Module):
         if t == without - 1:
             torch.clear_autocast_cache()  # before PyTorch 2.10 it keeps casts without gradient (pytorch/pytorch#65766)
 
-    def _merger(self, merging: Merging, grid: tuple[int, ...], loops: int, halts_B: Tensor | None) -> TokenMerger:
+    def _merger(self, merging: Merging, tokens: int, loops: int, halts_B: Tensor | None) -> TokenMerger:
         if self.training:
             raise ModelError("tokens are merged after training, not in it", hint="model.eval()")
         if halts_B is not None and merging.schedule != "single":
             raise ModelError(
-                f"merging schedule '{merging.schedule}' goes on merging while tokens halt", hint="schedule single, or halting none"
+                f"merging schedule '{merging.schedule}' goes on merging while tokens halt",
+                hint="schedule single or halting none",
             )
-        return TokenMerger(merging, grid, loops)
+        return TokenMerger(merging, tokens, loops)
 
     def _check(self, loops: int, halts_B: Tensor | None) -> None:
         if loops < 1:
@@ -278,7 +280,8 @@ def _select(halting: HaltingState, skip: bool) -> Selection:
     return Selection(halted_BN, order_BN[:, :most])
 
 
-def _relative_step(before_BND: Tensor, after_BND: Tensor, mass_BN: Tensor | None = None) -> Tensor:
+def relative_step(before_BND: Tensor, after_BND: Tensor, mass_BN: Tensor | None = None) -> Tensor:
+    """``|after - before| / |before|`` of each image (B,), without gradient."""
     with torch.no_grad():
         root = 1.0 if mass_BN is None else mass_BN.sqrt()[..., None]  # a token of mass s counts like s of the grid
         moved_B = (root * (after_BND - before_BND).float()).flatten(1).norm(dim=1)
@@ -286,7 +289,7 @@ def _relative_step(before_BND: Tensor, after_BND: Tensor, mass_BN: Tensor | None
 
 
 def _unmerged(record: LoopRecord, groups: Groups) -> LoopRecord:
-    """The record of merged tokens as one of all tokens; states and gates, whose numbers vary, have been unmerged loop by loop."""
+    """The record of merged tokens as one of all tokens. States and gates, whose numbers vary, were unmerged loop by loop."""
     record.groups = groups
     if record.tokens_BND.shape[1] != groups.index_BN.shape[1]:
         record.tokens_BND = groups.unmerge(record.tokens_BND)

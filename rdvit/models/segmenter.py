@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from rdvit.config import ModelConfig
 from rdvit.errors import ModelError
-from rdvit.models.encoder import RecurrentViT, level_channels, strides_and_kernels
+from rdvit.models.encoder import RecurrentViT, decoder_strides_and_kernels, level_channels
 from rdvit.models.merging import Merging
 from rdvit.models.recurrence import LoopRecord
+from rdvit.models.sret import SRet
 
 Halting = Literal["act", "none"]
 
@@ -52,8 +53,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        assert config.patch_size != "auto"
-        strides, kernels = strides_and_kernels(config.patch_size)
+        strides, kernels = decoder_strides_and_kernels(config)
         channels = [*level_channels(config), config.embed_dim]
         has_skip = {
             "all": lambda i: config.stem == "conv" or i == 0,
@@ -89,7 +89,7 @@ class Segmenter(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = RecurrentViT(config)
+        self.encoder: RecurrentViT | SRet = RecurrentViT(config) if config.sret is None else SRet(config)
         self.decoder = Decoder(config)
 
     @overload
