@@ -31,6 +31,7 @@ def infer(
     series: Annotated[str | None, typer.Option(help="Series of a DICOM folder: UID, its end, or description.")] = None,
     maps: Annotated[bool, typer.Option("--maps", help="Write the halting map and the entropy map.")] = False,
     preview: Annotated[bool, typer.Option("--preview", help="Write a PNG with the slices and their contours.")] = False,
+    merge: Annotated[float, typer.Option(help="Share of similar tokens to merge: 0.25 is faster, 0 exact.")] = 0.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], typer.Option(help="Number format.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that exist.")] = False,
@@ -54,10 +55,12 @@ def infer(
 
     from rdvit.checkpoint import find_model, load_model
     from rdvit.inference.predictor import Predictor
+    from rdvit.models.merging import Merging
 
+    merging = Merging(merge)
     folder = find_model(model, runs)
     network, info = load_model(folder)
-    predictor = Predictor(network, info, device, precision)
+    predictor = Predictor(network, info, device, precision, merging)
     precision_used = predictor.precision
     console().print(f"model: {folder} ({precision_used.name}: {precision_used.reason})")
     done: list[dict[str, Any]] = []
@@ -137,6 +140,7 @@ def _segment(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
         **{kind: str(path) for kind, path in written.items()},
         **result,
         "loops": predictions[0].loops,
+        "merge": predictor.merging.rate if predictor.merging is not None else 0.0,
         "mean_loops": float(np.mean([p.mean_steps for p in predictions])),
         "seconds": sum(sum(p.seconds.values()) for p in predictions),
     }

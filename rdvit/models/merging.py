@@ -178,8 +178,10 @@ class TokenMerger:
         left = keys_BHMK.shape[2]
         wanted = self.merging.wanted(self.tokens, step, self.steps)
         count = safe_count(left, wanted, self.divisor)
-        if count != wanted:
-            _say(self.merging.rate, self.tokens, left, wanted, count, self.divisor)
+        if count < wanted:
+            _say(self.merging.rate, "at most half of the tokens can merge at once")
+        elif count > wanted:
+            _say(self.merging.rate, f"rounded up to what leaves a multiple of {self.divisor} tokens")
         if not count:
             return None
         mass_BM = self.mass_BM if self.mass_BM is not None else keys_BHMK.new_ones(len(keys_BHMK), left, dtype=torch.float32)
@@ -198,12 +200,16 @@ class TokenMerger:
         return x_BMD if self.groups is None else self.groups.unmerge(x_BMD)
 
     @property
+    def merged(self) -> int:
+        """How many tokens have merged away."""
+        return 0 if self.groups is None else self.groups.absorbed_BR.shape[1]
+
+    @property
     def mass_BM(self) -> Tensor | None:
         """Mass of the tokens that are left; None before the first merge."""
         return None if self.groups is None else self.groups.mass_BM
 
 
-@lru_cache(maxsize=256)  # once for each size of image
-def _say(rate: float, tokens: int, left: int, wanted: int, count: int, divisor: int) -> None:
-    reason = f"{divisor} must divide what is left" if divisor > 1 and count >= wanted else "at most half can merge at once"
-    _log.info("token merging at %g: of %d tokens %d merge, not %d (%s)", rate, left, count, wanted, reason)
+@lru_cache(maxsize=64)  # once, not for every image
+def _say(rate: float, reason: str) -> None:
+    _log.info("token merging at %g is adjusted: %s", rate, reason)

@@ -50,7 +50,7 @@ class LoopRecord:
         gates_TBNE: Gate weight of each expert for each token, without gradient; 0 for tokens that were not routed; the mean
             over a solver's evaluations. None without experts.
         balance: Mean Switch balance term over the loops, with gradient. None without experts.
-        groups: How tokens were merged at the end. None where none were; all that stands above is on the whole grid, N tokens.
+        merged: Share of the tokens that had merged away at the end; what stands above is on the whole grid all the same.
     """
 
     tokens_BND: Tensor
@@ -62,7 +62,7 @@ class LoopRecord:
     ponder_BN: Tensor | None = None
     gates_TBNE: Tensor | None = None
     balance: Tensor | None = None
-    groups: Groups | None = None
+    merged: float = 0.0
 
 
 class Carry(NamedTuple):
@@ -290,7 +290,7 @@ def relative_step(before_BND: Tensor, after_BND: Tensor, mass_BN: Tensor | None 
 
 def _unmerged(record: LoopRecord, groups: Groups) -> LoopRecord:
     """The record of merged tokens as one of all tokens. States and gates, whose numbers vary, were unmerged loop by loop."""
-    record.groups = groups
+    record.merged = groups.absorbed_BR.shape[1] / groups.index_BN.shape[1]
     if record.tokens_BND.shape[1] != groups.index_BN.shape[1]:
         record.tokens_BND = groups.unmerge(record.tokens_BND)
     if record.steps_BN is not None and record.ponder_BN is not None and record.weights_BNT is not None:

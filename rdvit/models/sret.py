@@ -138,8 +138,8 @@ class Stage(nn.Module):
         steps = len(self.blocks) * self.passes
         self.projections = nn.ModuleList(NonLinearProjection(dim, config.sret.projection_ratio) for _ in range(steps))
 
-    def forward(self, x_BND: Tensor, merging: Merging | None) -> tuple[Tensor, list[Tensor]]:
-        """Tokens after the stage, (B, N, D), and the relative step size (B,) of each pass."""
+    def forward(self, x_BND: Tensor, merging: Merging | None) -> tuple[Tensor, list[Tensor], int]:
+        """Tokens after the stage, (B, N, D), the relative step size (B,) of each pass, and how many tokens had merged away."""
         steps, merger = len(self.projections), None
         if merging is not None and merging.rate:
             merger = TokenMerger(merging, x_BND.shape[1], steps, math.lcm(*self.slices))
@@ -151,7 +151,7 @@ class Stage(nn.Module):
             x_BND = project(self.blocks[step // self.passes](x_BND, slices, order_N, step, merger))
             before_BND, mass_BN = (before_BND, None) if merger is None else (merger.align(before_BND), merger.mass_BM)
             residuals.append(relative_step(before_BND, x_BND, mass_BN))
-        return x_BND if merger is None else merger.unmerge(x_BND), residuals
+        return (x_BND, residuals, 0) if merger is None else (merger.unmerge(x_BND), residuals, merger.merged)
 
     def _order(self, x_BND: Tensor, step: int) -> Tensor:
         """A shuffle of the tokens: a fresh one in training, in evaluation the one that the seed and the pass give."""
@@ -260,16 +260,17 @@ class SRet(nn.Module):
         if self.config.position == "sincos":
             x_BND = x_BND + sincos_position(grid, x_BND.shape[-1], x_BND.device).to(x_BND.dtype)
         residuals: list[Tensor] = []
+        tokens = merged = 0
         for i, stage in enumerate(self.stages):
             if i:
                 x_BND = self.pools[i - 1](x_BND, grid)
                 grid = tuple(n // s for n, s in zip(grid, self.pool_strides[i - 1], strict=True))
-            x_BND, moved = stage(x_BND, merging)
-            residuals += moved
+            x_BND, moved, gone = stage(x_BND, merging)
+            residuals, tokens, merged = residuals + moved, tokens + x_BND.shape[1], merged + gone
             skips.append(self.norms[i](x_BND).transpose(1, 2).unflatten(2, grid))
         tokens_BND = skips[-1].flatten(2).transpose(1, 2)
         states = [tokens_BND] if keep_states else None
-        record = LoopRecord(tokens_BND, self.config.loops, torch.stack(residuals), states)
+        record = LoopRecord(tokens_BND, self.config.loops, torch.stack(residuals), states, merged=merged / tokens)
         return Encoding(skips.pop(), skips, grid, record, [])
 
     def _check(self, loops: int | None, halts_B: Tensor | None, early: Sequence[int], merging: Merging | None) -> None:

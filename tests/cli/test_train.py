@@ -235,7 +235,7 @@ def test_data_that_nobody_named_is_said(
         (["--set", "model.loops"], "expected --set key.sub=value, found 'model.loops'"),
         (["--set", "model.loops=0"], "model.loops: Input should be greater than or equal to 1, found 0"),
         (["--precision", "fp8"], "training.precision"),
-        (["--preset", "resnet"], "unknown preset 'resnet' (one of vit, bvit, rdvit, rdvit-moe, revit, softmor)"),
+        (["--preset", "resnet"], "unknown preset 'resnet' (one of vit, bvit, rdvit, rdvit-moe, revit, softmor, sret)"),
         (["--moe", "--preset", "vit"], "--moe is preset rdvit-moe and contradicts --preset vit"),
         (["--fold", "5"], "expected --fold 0 to 4, found 5"),
         (["--fraction", "0"], "fraction must lie in (0, 1], got 0"),
