@@ -90,7 +90,7 @@ def test_a_block_without_its_branches_is_the_identity() -> None:
 
 
 def test_gradients_of_the_passes_add_up() -> None:
-    """SR-4: two copies of a block, one for each pass, get what sums to the shared block's gradient; projections are unshared."""
+    """SR-4: two copies of a block, one for each pass, get what sums to the shared block's gradient."""
     model = SRet(config(sret=SRetConfig(blocks=(1, 1, 1), drop_path=0.0))).eval()
     stage, x = model.stages[2], draw(2, 4, 32)
     assert len(stage.blocks) == 1 and len(stage.projections) == 2
@@ -161,7 +161,7 @@ def test_merging_keeps_to_the_slices(schedule: Any) -> None:
 
 def test_what_it_does_not_have() -> None:
     model, images = Segmenter(config()), torch.zeros(1, 1, 32, 32)
-    with pytest.raises(ModelError, match="runs each block 2 times.*3 loops are not possible"):
+    with pytest.raises(ModelError, match=r"runs each block 2 times.*3 loops are not possible"):
         model(images, loops=3)
     with pytest.raises(ModelError, match="no halting head"):
         model(images, halting="act")
