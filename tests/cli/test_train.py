@@ -196,6 +196,8 @@ def test_presets_and_dimensions(planned: Settled) -> None:
     assert moe.preset == "rdvit-moe" and moe.experts is not None and moe.spatial_dims == 3
     assert planned("--preset", "rdvit-moe", "--moe").model == planned("--moe").model
     assert not planned("--preset", "vit").model.shared_block
+    sret = planned("--preset", "sret").model
+    assert sret.sret is not None and sret.local_kernel is None
 
 
 def test_flags_beat_settings_beat_the_file(planned: Settled, tmp_path: Path) -> None:
