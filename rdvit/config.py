@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rdvit.errors import ConfigError
 
-PRESETS = ("vit", "bvit", "rdvit", "rdvit-moe", "revit", "softmor")
+PRESETS = ("vit", "bvit", "rdvit", "rdvit-moe", "revit", "softmor", "sret")
 Ints = tuple[int, ...]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -54,14 +54,42 @@ class BankConfig(Section):
     router_dim: int = Field(32, ge=1, description="hidden width of the MLP from depth to coefficients")
 
 
+class SRetConfig(Section):
+    """Stages of the sliced recursive transformer; widths double from stage to stage up to ``embed_dim``, heads likewise.
+
+    Each block runs ``loops`` times.
+    """
+
+    blocks: Ints = Field((2, 5, 3), min_length=2, description="distinct blocks of each stage")
+    slices: tuple[tuple[int, int], ...] = Field(
+        ((8, 2), (4, 1), (1, 1)), description="slices that attention is cut into: on a block's first pass, on the later ones"
+    )
+    projection_ratio: float = Field(1.0, gt=0, description="hidden width of the projections, as a share of the width")
+    drop_path: float = Field(0.1, ge=0, lt=1, description="probability of dropping a branch, rising to this over the blocks")
+    seed: int = Field(0, ge=0, description="of the shuffles in evaluation")
+
+    @model_validator(mode="after")
+    def _check(self) -> SRetConfig:
+        if min(self.blocks) < 1 or any(min(pair) < 1 for pair in self.slices) or len(self.blocks) != len(self.slices):
+            raise ValueError(f"expected at least 1 block and two numbers of slices for each stage, found {self}")
+        return self
+
+
+SRET_HAS_NOT = {
+    "stem": "conv", "local_kernel": None, "prelude_depth": 0, "coda_depth": 0, "shared_block": True, "injection": "none",
+    "loop_embedding": False, "lora_rank": 0, "halting": "none", "readout": "last", "solver": "euler", "step_size": 1.0,
+    "experts": None, "bank": None, "checkpoint_loops": False, "backprop_loops": None,
+}  # fmt: skip
+
+
 class ModelConfig(Section):
-    """The network. ``patch_size`` is the stride of a token per axis; ``auto`` is settled from the data.
+    """The network. ``patch_size`` is the stride of a token per axis, of SReT's last stage; ``auto`` is settled from the data.
 
     What is read from the loop is decided by ``halting`` first: images that halt by ACT give its weighted sum. ``readout``
     is for the others, which run all their loops: the last state, or a soft mixture of all states (SoftMoR).
     """
 
-    preset: Literal["vit", "bvit", "rdvit", "rdvit-moe", "revit", "softmor"] = "rdvit"
+    preset: Literal["vit", "bvit", "rdvit", "rdvit-moe", "revit", "softmor", "sret"] = "rdvit"
     spatial_dims: Literal[2, 3] = 2
     in_channels: int = Field(1, ge=1)
     out_channels: int = Field(4, ge=2)
@@ -97,6 +125,7 @@ class ModelConfig(Section):
     step_size: float = Field(1.0, gt=0, le=2, description="of the solver; euler at 1 is the plain loop, bit for bit")
     experts: ExpertsConfig | None = None
     bank: BankConfig | None = None
+    sret: SRetConfig | None = None
     checkpoint_loops: bool = False
     backprop_loops: int | None = Field(
         None, ge=1, description="gradient through the last so many loops only; the earlier ones run without. null: through all"
@@ -123,6 +152,11 @@ class ModelConfig(Section):
 
     def _check_system(self) -> None:
         """Parts of the loop that cannot go together."""
+        for name, value in SRET_HAS_NOT.items() if self.sret is not None else ():
+            if getattr(self, name) != value:
+                raise ValueError(f"model.sret has no such part; expected {name} {value}, found {getattr(self, name)}")
+        if self.sret is not None and self.embed_dim % 2 ** (len(self.sret.blocks) - 1):
+            raise ValueError(f"embed_dim {self.embed_dim} cannot be halved for each stage of model.sret but the last")
         if self.readout == "soft" and self.halting == "act":
             raise ValueError("readout soft mixes the states of all loops and contradicts halting act; use halting none")
         if self.bank is not None and self.experts is not None:
@@ -250,6 +284,9 @@ class Config(Section):
     def _check(self) -> Config:
         if self.model.backprop_loops is not None and self.training.supervision == "stagewise":
             raise ValueError("model.backprop_loops cuts the gradient of the early stages; use supervision final, or null loops")
+        fixed = self.training.supervision == "final" and self.training.loop_sampling.kind == "fixed"
+        if self.model.sret is not None and not fixed:
+            raise ValueError("model.sret runs its loops as built; use training.loop_sampling.kind fixed and supervision final")
         return self
 
     def to_yaml(self) -> str:

@@ -58,6 +58,8 @@ def tiny_config() -> Callable[..., Config]:
         tiny = merge(TINY, TINY_PER_DIM[dim])
         if preset == "rdvit-moe":
             tiny = merge(tiny, {"model": {"experts": {"num_experts": 4, "top_k": 2, "num_shared": 1, "hidden_dim": 16}}})
+        if preset == "sret":
+            tiny = merge(tiny, {"model": {"local_kernel": None}})
         return resolve_config(dim, preset, flags=merge(tiny, settings))
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Model folder or name of a run; the newest finished run.")] = None,
     loops: Annotated[str | None, typer.Option(help="Loops, several with commas: 1,2,4,8,12.")] = None,
     halting: Annotated[Literal["act", "none"] | None, typer.Option(help="Stop tokens by ACT, or run all loops.")] = None,
+    merge: Annotated[str, typer.Option(help="Share of similar tokens to merge, several with commas: 0,0.1,0.25.")] = "0",
     pred: Annotated[Path | None, typer.Option(help="Folder of predictions to score against --ref.")] = None,
     ref: Annotated[Path | None, typer.Option(help="Folder of reference labels, or a data set.")] = None,
     labels: Annotated[str | None, typer.Option(help='Class names for --ref, "1=RV,2=MYO,3=LV".')] = None,
@@ -46,14 +48,15 @@ def evaluate(
 
     if (pred is None) != (ref is None) or (pred is not None and data is not None):
         raise ConfigError("expected either --data, or --pred and --ref together")
-    numbers = _numbers(loops)
+    numbers, rates = _numbers(loops), _rates(merge)
     if out is not None:
-        names = ["summary.json", *(["loops.csv", "loops.png"] if len(numbers) > 1 else [])]
+        tables = ["merging.csv"] if len(rates) > 1 else ["loops.csv", "loops.png"] if len(numbers) > 1 else []
+        names = ["summary.json", *tables]
         check_output(out, [out / name for name in names], overwrite)
     if pred is not None and ref is not None:
         summaries = [_score_folder(pred, ref, labels)]
     else:
-        how = (numbers, halting, device, precision, keep_largest)
+        how = (numbers, rates, halting, device, precision, keep_largest)
         summaries = _score_model(data, split, model, how, runs)
     rows = [_row(summary) for summary in summaries]
     _tell(summaries, rows)
@@ -73,8 +76,10 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
     from rdvit.evaluation.summary import summarize
     from rdvit.inference.cases import score_cases
     from rdvit.inference.predictor import Predictor
+    from rdvit.models.merging import Merging
 
-    loops, halting, device, precision, keep_largest = how
+    loops, rates, halting, device, precision, keep_largest = how
+    mergings = [Merging(rate) for rate in rates]
     folder = find_model(model, runs)
     network, info = load_model(folder)
     source, why = (data, "as asked") if data is not None else default_data()
@@ -87,7 +92,8 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
     _warn_of_training_cases(info.training, source, cases)
     summaries = []
     with progress_bar() as report:
-        for number in loops or [info.config.model.loops]:
+        for number, merging in product(loops or [info.config.model.loops], mergings):
+            predictor.merging = merging
             results = score_cases(predictor, cases, info.class_names, number, halting, report)
             run = {
                 "model": str(folder),
@@ -95,6 +101,7 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
                 "split": split,
                 "loops": number,
                 "halting": halting or info.config.model.halting,
+                "merge": merging.rate,
                 "precision": predictor.precision.name,
                 "keep_largest": predictor.keep_largest,
             }
@@ -156,13 +163,20 @@ def _numbers(text: str | None) -> list[int]:
     return numbers
 
 
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"expected --merge like 0,0.1,0.25, found '{text}'") from None
+
+
 def _row(summary: dict[str, Any]) -> dict[str, Any]:
-    """One line for a run of all cases: loops, mean Dice, Dice per structure, HD95, EF error."""
+    """One line for a run of all cases: loops, halting, merging, mean Dice, Dice per structure, HD95, EF error."""
     from rdvit.evaluation.summary import dice_table
 
     table = {row["structure"]: row for row in dice_table(summary)}
     run = summary["run"]
-    row = {"loops": run["loops"], "halting": run["halting"]} if "loops" in run else {}
+    row = {key: run[key] for key in ("loops", "halting", "merge") if key in run}
     row |= {"dice": table["mean"]["Dice"]} | {f"dice_{n}": r["Dice"] for n, r in table.items() if n != "mean"}
     row["hd95_mm"] = table["mean"]["HD95"]
     agreement = summary.get("cardiac", {}).get("agreement", {})
@@ -181,7 +195,7 @@ def _tell(summaries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
         if agreement:
             print_table("clinical measures against the reference", [{"measure": name} | a for name, a in agreement.items()])
     else:
-        print_table("Dice against loops", rows)
+        print_table("Dice against loops and merging" if len({row["merge"] for row in rows}) > 1 else "Dice against loops", rows)
     for failure in summaries[0]["failures"]:
         error_line(f"{failure['case']}: {failure['reason']}")
 
@@ -196,8 +210,10 @@ def _write(out: Path, result: dict[str, Any], rows: list[dict[str, Any]]) -> Non
         from rdvit.analysis.charts import loops_curve
         from rdvit.analysis.figures import save_figure
 
-        with atomic(out / "loops.csv") as path:
+        merges = len({row["merge"] for row in rows}) > 1
+        with atomic(out / ("merging.csv" if merges else "loops.csv")) as path:
             lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        save_figure(loops_curve(rows), out / "loops.png")
+        if not merges:
+            save_figure(loops_curve(rows), out / "loops.png")
     console().print(f"written to {out}")

@@ -38,6 +38,7 @@ def infer(
     keep_largest: Annotated[
         bool | None, typer.Option(help="Keep the largest piece of the foreground only; as the model says.", show_default=False)
     ] = None,
+    merge: Annotated[float, typer.Option(help="Share of similar tokens to merge: 0.25 is faster, 0 exact.")] = 0.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], typer.Option(help="Number format.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that exist.")] = False,
@@ -60,13 +61,16 @@ def infer(
     from rdvit.checkpoint import DESCRIPTION, WEIGHTS, find_model, load_model
     from rdvit.inference.batch import digest
     from rdvit.inference.predictor import Predictor
+    from rdvit.models.merging import Merging
 
+    merging = Merging(merge)
     folder = find_model(model, runs)
     settings = {
         "model": digest([folder / WEIGHTS, folder / DESCRIPTION]),
         "rdvit": __version__,
         "precision": precision,
         "keep_largest": keep_largest,
+        "merge": merge,
     }
     settings |= asdict(wishes)
     before = {} if overwrite else _finished(targets, settings, wishes)
@@ -77,7 +81,7 @@ def infer(
     try:
         if left:
             network, info = load_model(folder)
-            predictor = Predictor(network, info, device, precision, keep_largest)
+            predictor = Predictor(network, info, device, precision, keep_largest, merging)
             console().print(f"model: {folder} ({predictor.precision.name}: {predictor.precision.reason})")
             _segment_all(left, predictor, wishes, settings, overwrite, done, failures)
     finally:  # also of a run that was stopped
@@ -201,6 +205,7 @@ def _results(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
         written["preview"] = _preview(image, predictions[shown].labels_XYZ, names, file, named(target, "preview.png"))
     result |= {
         "loops": predictions[0].loops,
+        "merge": predictor.merging.rate if predictor.merging is not None else 0.0,
         "mean_loops": float(np.mean([p.mean_steps for p in predictions])),
         "seconds": sum(sum(p.seconds.values()) for p in predictions),
     }

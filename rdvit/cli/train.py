@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def train(
     dim: Annotated[Literal["2d", "3d"] | None, typer.Option(help="Slices or volumes; slices where not given.")] = None,
     moe: Annotated[bool, typer.Option("--moe/--no-moe", help="Mixture of experts in the block (preset rdvit-moe).")] = False,
-    preset: Annotated[str | None, typer.Option(help="vit, bvit, rdvit, rdvit-moe, revit or softmor.")] = None,
+    preset: Annotated[str | None, typer.Option(help="vit, bvit, rdvit, rdvit-moe, revit, softmor or sret.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with what differs from the preset.")] = None,
     data: Annotated[Path | None, typer.Option(help="ACDC, nnU-Net or Decathlon folder, or JSON list.")] = None,
     fraction: Annotated[float, typer.Option(help="Share of the training patients, in (0, 1].")] = 1.0,

@@ -51,6 +51,8 @@ def settle(config: Config, cases: Sequence[Case], class_names: dict[int, str]) -
     patch = model.patch_size
     if patch == "auto":
         patch = (8, 8) if model.spatial_dims == 2 else (8, 8, 1) if thick else (4, 4, 4)
+        if model.sret is not None:  # that of the first stage; the others halve the grid along the same axes
+            patch = tuple(p if p == 1 else p * 2 ** (len(model.sret.blocks) - 1) for p in patch)
     crop = data.crop_size
     if crop == "auto":
         if model.spatial_dims == 2:

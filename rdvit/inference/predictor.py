@@ -18,6 +18,7 @@ from rdvit.data.transforms import Frame, prepare_image, restore
 from rdvit.data.volume import Volume
 from rdvit.errors import DataError, ModelError
 from rdvit.inference.precision import Precision, autocast, choose_device, choose_precision
+from rdvit.models.merging import Merging
 from rdvit.models.segmenter import Halting, Segmenter, crop
 
 SLICES_PER_BATCH = 4
@@ -57,6 +58,7 @@ class Predictor:
         device: Device name or ``auto``.
         precision: ``auto``, ``fp32``, ``bf16`` or ``fp16``; or a settled one.
         keep_largest: Keep the largest piece of the foreground only; as the model's configuration says where None.
+        merging: Merge similar tokens.
 
     Example:
         >>> model, info = load_model(Path("runs/my_run"))
@@ -70,8 +72,9 @@ class Predictor:
         device: str = "auto",
         precision: str | Precision = "auto",
         keep_largest: bool | None = None,
+        merging: Merging | None = None,
     ) -> None:
-        self.info, self.config = info, info.config
+        self.info, self.config, self.merging = info, info.config, merging
         self.device = choose_device(device)
         self.precision = choose_precision(precision, self.device) if isinstance(precision, str) else precision
         layout: Any = torch.channels_last if self.config.model.spatial_dims == 2 else torch.channels_last_3d
@@ -119,7 +122,7 @@ class Predictor:
         def network(images: Tensor) -> Tensor:
             with autocast(self.device, self.precision):
                 images = images.to(self.device).contiguous(memory_format=self.layout)
-                logits, record = self.model(images, loops, halting, return_record=True)
+                logits, record = self.model(images, loops, halting, merging=self.merging, return_record=True)
             steps_BN = (
                 record.steps_BN if record.steps_BN is not None else torch.full(record.tokens_BND.shape[:2], float(record.loops))
             )
@@ -151,7 +154,7 @@ class Predictor:
         """
         self.model.eval()
         with autocast(self.device, self.precision):
-            _, record = self.model(images.to(self.device), return_record=True)
+            _, record = self.model(images.to(self.device), merging=self.merging, return_record=True)
         if record.gates_TBNE is None:
             raise ModelError("this model has no experts")
         return record.gates_TBNE.cpu()

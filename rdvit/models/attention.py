@@ -80,14 +80,23 @@ class Attention(nn.Module):
         q_BHMK, k_BHMK, v_BHMK = rearrange(self.qkv(x_BMD), "b m (three h k) -> three b h m k", three=3, h=self.num_heads)
         return q_BHMK, k_BHMK, v_BHMK
 
-    def attend(self, q_BHMK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor) -> Tensor:
-        """Attend from M queries to N keys; returns (B, M, D)."""
-        y_BHMK = attention(q_BHMK, k_BHNK, v_BHNK)
-        return self.proj(rearrange(y_BHMK, "b h m k -> b m (h k)"))
+    def attend(self, q_BHMK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mass_BN: Tensor | None = None) -> Tensor:
+        """Attend from M queries to N keys, a key of mass s like s equal keys; returns (B, M, D)."""
+        return self.proj(mix(q_BHMK, k_BHNK, v_BHNK, mass_BN))
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Plain self-attention over all tokens."""
         return self.attend(*self.project(x_BND))
+
+
+def mix(q_BHMK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mass_BN: Tensor | None = None) -> Tensor:
+    """Mix the values of N keys for M queries; heads side by side, (B, M, D). The logarithm of a key's mass joins its logits."""
+    if mass_BN is None:
+        y_BHMK = attention(q_BHMK, k_BHNK, v_BHNK)
+    else:
+        bias_B11N = mass_BN.log().to(q_BHMK.dtype)[:, None, None]
+        y_BHMK = F.scaled_dot_product_attention(q_BHMK, k_BHNK, v_BHNK, attn_mask=bias_B11N)
+    return rearrange(y_BHMK, "b h m k -> b m (h k)")
 
 
 def gather_tokens(x_BND: Tensor, index_BM: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from rdvit.models.attention import Attention, gather_tokens, scatter_tokens
 from rdvit.models.bank import ExpertBank
 from rdvit.models.experts import Experts, Routing
 from rdvit.models.feedforward import FeedForward, hidden_width
+from rdvit.models.merging import Groups, TokenMerger
 
 
 def layer_norm(embed_dim: int) -> nn.LayerNorm:
@@ -123,6 +124,7 @@ class Block(nn.Module):
         memory: KeysValues | None = None,
         t: int = 0,
         loops: int = 1,
+        merger: TokenMerger | None = None,
     ) -> tuple[Tensor, KeysValues, Routing | None]:
         """One pass over the tokens.
 
@@ -133,6 +135,7 @@ class Block(nn.Module):
             memory: Keys and values of the loop before, needed with a selection.
             t: Which loop this is, for a bank.
             loops: How many loops there are, for a bank.
+            merger: Merges tokens after the attention; what has merged is on the grid again for the local mixing only.
 
         Returns:
             The output (B, N, D), or (B, M, D) for an indexed selection, the keys and values to carry on, and the routing
@@ -141,13 +144,16 @@ class Block(nn.Module):
         if torch.is_autocast_enabled(x_BND.device.type):  # the state stays in float32, a block's inside need not
             x_BND = x_BND.to(torch.get_autocast_dtype(x_BND.device.type))
         if self.local is not None and self.local_norm is not None:
-            x_BND = x_BND + self.local(self.local_norm(x_BND), grid)
+            x_BND = x_BND + self._mix_locally(self.local_norm(x_BND), grid, None if merger is None else merger.groups)
         index_BM = selection.index_BM if selection is not None else None
         x_BMD = x_BND if index_BM is None else gather_tokens(x_BND, index_BM)
         q, k, v = self.attn.project(self.attn_norm(x_BMD))
         if selection is not None and memory is not None:
             k, v = _remember(selection, memory.k_BHNK, k), _remember(selection, memory.v_BHNK, v)
-        x_BMD = x_BMD + self.dropout(self.attn.attend(q, k, v))
+        x_BMD = x_BMD + self.dropout(self.attn.attend(q, k, v, None if merger is None else merger.mass_BM))
+        groups = None if merger is None else merger.after_attention(k, t)
+        if groups is not None:
+            x_BMD, k, v = groups.merge(x_BMD), _merge_heads(groups, k), _merge_heads(groups, v)
         y_BMD, routing = self.ffn_norm(x_BMD), None
         if isinstance(self.ffn, ExpertBank):
             y_BMD = self.ffn(y_BMD, t, loops)
@@ -156,6 +162,16 @@ class Block(nn.Module):
         else:
             y_BMD = self.ffn(y_BMD)
         return x_BMD + self.dropout(y_BMD), KeysValues(k, v), routing
+
+    def _mix_locally(self, x_BMD: Tensor, grid: tuple[int, ...], groups: Groups | None) -> Tensor:
+        """Local mixing; merged tokens go to the grid for it and get the mean of what their places get."""
+        assert self.local is not None
+        return self.local(x_BMD, grid) if groups is None else groups.merge(self.local(groups.unmerge(x_BMD), grid))
+
+
+def _merge_heads(groups: Groups, x_BHNK: Tensor) -> Tensor:
+    """Keys or values, merged like their tokens."""
+    return rearrange(groups.merge(rearrange(x_BHNK, "b h n k -> b n (h k)")), "b n (h k) -> b h n k", h=x_BHNK.shape[1])
 
 
 def _remember(selection: Selection, old_BHNK: Tensor, new_BHMK: Tensor) -> Tensor:

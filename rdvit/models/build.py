@@ -12,6 +12,7 @@ from rdvit.errors import ModelError
 from rdvit.models.bank import ExpertBank
 from rdvit.models.experts import Experts
 from rdvit.models.segmenter import Segmenter
+from rdvit.models.sret import SRet
 
 
 def build_segmenter(config: ModelConfig, seed: int | None = None) -> Segmenter:
@@ -42,11 +43,11 @@ def unroll(model: Segmenter, loops: int) -> Segmenter:
         A segmenter in evaluation mode that runs up to ``loops`` loops, and at ``loops`` gives the model's logits.
 
     Raises:
-        ModelError: If the model is a stack already.
+        ModelError: If the model is a stack already, or is SReT.
     """
-    if not model.config.shared_block:
+    if not model.config.shared_block or isinstance(model.encoder, SRet):
         raise ModelError(
-            f"expected a model with a shared block, found preset '{model.config.preset}', which is a stack already"
+            f"expected a model with one shared block in a loop, found preset '{model.config.preset}', which is none"
         )
     changes = {"preset": "vit", "shared_block": False, "loops": loops, "bank": None, "backprop_loops": None}
     stack = build_segmenter(ModelConfig.model_validate({**model.config.model_dump(), **changes}), seed=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from rdvit.errors import ModelError
 from rdvit.models.bank import ExpertBank
 from rdvit.models.block import Block, layer_norm
 from rdvit.models.depth import DepthLoRA
+from rdvit.models.merging import Merging
 from rdvit.models.readout import HaltingHead, SoftReadout
 from rdvit.models.recurrence import LoopRecord, Recurrence
 
@@ -34,11 +36,27 @@ def strides_and_kernels(patch_size: tuple[int, ...]) -> tuple[list[tuple[int, ..
     return strides, kernels
 
 
-def level_channels(config: ModelConfig) -> list[int]:
-    """Channels of the levels 0 .. last before the tokens."""
+def split_patch(config: ModelConfig) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The patch as what the stem strides, and the strides from stage to stage after it (SReT; otherwise none)."""
     assert config.patch_size != "auto"
-    steps = max(config.patch_size).bit_length() - 1
-    return [config.stem_channels * 2**i for i in range(steps)]
+    if config.sret is None:
+        return config.patch_size, []
+    pools = strides_and_kernels(config.patch_size)[0][1 - len(config.sret.blocks) :]
+    return tuple(p // math.prod(s) for p, s in zip(config.patch_size, zip(*pools, strict=True), strict=True)), pools
+
+
+def level_channels(config: ModelConfig) -> list[int]:
+    """Channels of the levels 0 .. last before the tokens; SReT's stages before its last are levels, too."""
+    patch, pools = split_patch(config)
+    steps = max(patch).bit_length() - 1
+    return [config.stem_channels * 2**i for i in range(steps)] + [config.embed_dim // 2**i for i in range(len(pools), 0, -1)]
+
+
+def decoder_strides_and_kernels(config: ModelConfig) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """:func:`strides_and_kernels` down to the last tokens; below the stem's end kernels are as there."""
+    patch, pools = split_patch(config)
+    strides, kernels = strides_and_kernels(patch)
+    return strides + pools, kernels + kernels[-1:] * len(pools)
 
 
 class ConvStem(nn.Module):
@@ -175,7 +193,7 @@ class RecurrentViT(nn.Module):
         self.recurrence = Recurrence(config)
         self.coda = nn.ModuleList(Block(config) for _ in range(config.coda_depth))
         self.norm = layer_norm(config.embed_dim)
-        self.apply(_init_weights)
+        self.apply(init_weights)
 
     def encode(
         self,
@@ -184,6 +202,7 @@ class RecurrentViT(nn.Module):
         halts_B: Tensor | None = None,
         keep_states: bool = False,
         early: Sequence[int] = (),
+        merging: Merging | None = None,
     ) -> Encoding:
         """Encode images whose sizes are multiples of the patch.
 
@@ -194,6 +213,7 @@ class RecurrentViT(nn.Module):
             keep_states: Keep all states in the record.
             early: After which loops, counted from 1, the state is wanted as a token map too; the last one where all tokens
                 had halted before.
+            merging: Merge tokens in the loop; prelude and coda see all of them.
 
         Raises:
             ModelError: If an axis is not a multiple of the patch.
@@ -210,7 +230,8 @@ class RecurrentViT(nn.Module):
             e_BND = block(e_BND, grid)[0]
         loops = self.config.loops if loops is None else loops
         keep_states = keep_states or bool(early)
-        record = self.recurrence(e_BND, grid, loops, halts_B, skip=not torch.is_grad_enabled(), keep_states=keep_states)
+        skip = not torch.is_grad_enabled()
+        record = self.recurrence(e_BND, grid, loops, halts_B, skip=skip, keep_states=keep_states, merging=merging)
         early_maps = [self._finish(record.states[min(t, record.loops) - 1], grid) for t in early] if record.states else []
         return Encoding(self._finish(record.tokens_BND, grid), skips, grid, record, early_maps)
 
@@ -228,7 +249,8 @@ class RecurrentViT(nn.Module):
         return encoding.token_map.flatten(2).transpose(1, 2), states
 
 
-def _init_weights(module: nn.Module) -> None:
+def init_weights(module: nn.Module) -> None:
+    """Small normal weights without bias for linears; the parts that start otherwise do so themselves."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

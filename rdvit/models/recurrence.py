@@ -28,6 +28,7 @@ from rdvit.models.block import Block, KeysValues, Selection, layer_norm
 from rdvit.models.depth import DepthLoRA, loop_embedding
 from rdvit.models.experts import ROWS, Routing, switch_loss
 from rdvit.models.injection import LTIInjection
+from rdvit.models.merging import Groups, Merging, TokenMerger
 from rdvit.models.readout import HaltingHead, HaltingState, SoftReadout
 from rdvit.models.solver import solver_step
 
@@ -39,7 +40,8 @@ class LoopRecord:
     Attributes:
         tokens_BND: The read-out.
         loops: Loops that were run; fewer than asked for where every token had halted.
-        residuals_TB: Relative step size ``|h_{t+1} - h_t| / |h_t|`` of each loop and image, without gradient.
+        residuals_TB: Relative step size ``|h_{t+1} - h_t| / |h_t|`` of each loop and image, without gradient. Of SReT: of each
+            pass of a block, stage after stage.
         states: h_1 .. h_T, if asked for.
         weights_BNT: Read-out weights of each token over the loops, of ACT or of the soft mixture; sum 1. None where the
             last state is read.
@@ -48,6 +50,7 @@ class LoopRecord:
         gates_TBNE: Gate weight of each expert for each token, without gradient; 0 for tokens that were not routed; the mean
             over a solver's evaluations. None without experts.
         balance: Mean Switch balance term over the loops, with gradient. None without experts.
+        merged: Share of the tokens that had merged away at the end; what stands above is on the whole grid all the same.
     """
 
     tokens_BND: Tensor
@@ -59,12 +62,17 @@ class LoopRecord:
     ponder_BN: Tensor | None = None
     gates_TBNE: Tensor | None = None
     balance: Tensor | None = None
+    merged: float = 0.0
 
 
 class Carry(NamedTuple):
-    """What one loop hands to the next: the state, the block input, the keys and values, all frozen for halted tokens."""
+    """What one loop hands to the next: the state, the block input, the keys and values, all frozen for halted tokens.
+
+    The encoded input goes with them, since tokens that merge take theirs along.
+    """
 
     h_BND: Tensor
+    e_BND: Tensor
     u_BND: Tensor
     memory: KeysValues
 
@@ -95,6 +103,7 @@ class Recurrence(nn.Module):
         halts_B: Tensor | None = None,
         skip: bool = False,
         keep_states: bool = False,
+        merging: Merging | None = None,
     ) -> LoopRecord:
         """Run the loop.
 
@@ -105,34 +114,40 @@ class Recurrence(nn.Module):
             halts_B: For each image 1 if its tokens halt by ACT, 0 if they all run to the end; None switches halting off.
             skip: Leave halted tokens out of the computation (evaluation) instead of masking them (training).
             keep_states: Return the states of all loops that were run.
+            merging: Merge tokens; the steps of its schedule are the loops.
 
         Raises:
-            ModelError: If the loops are fewer than 1 or more than an unshared stack has blocks, or if halting is asked of
-                a model without a halting head.
+            ModelError: If the loops are fewer than 1 or more than an unshared stack has blocks, if halting is asked of a
+                model without a halting head, or merging in training, or by a schedule that goes on while tokens halt.
         """
         self._check(loops, halts_B)
-        halting = HaltingState(e_BND, self.config.halting_epsilon) if halts_B is not None else None
+        merger = None if merging is None or not merging.rate else self._merger(merging, e_BND.shape[1], loops, halts_B)
+        halting: HaltingState | None = None
         h_BND, carry = e_BND, None
         y_BND: Tensor | float = 0.0
         states, residuals, weights, routings = [], [], [], []
         for t in range(loops):
-            selection = _select(halting, skip) if halting is not None and t else None
+            selection = _select(halting, skip) if halting is not None else None
             if selection is not None and selection.index_BM is not None and selection.index_BM.shape[1] == 0:
                 break  # every token has halted
             before_BND = h_BND
             with self._gradient(t, loops):
-                carry, routing = self._run_step(t, loops, e_BND, h_BND, carry, selection, grid)
+                carry, routing = self._run_step(t, loops, e_BND, h_BND, carry, selection, grid, merger)
                 h_BND = carry.h_BND
+                before_BND = before_BND if merger is None else merger.align(before_BND)
+                if halts_B is not None and t == 0:
+                    halting = HaltingState(h_BND, self.config.halting_epsilon)
                 if routing:
                     active_BN = None if halting is None else ~halting.halted_BN
-                    routings.append(_whole(routing, selection, active_BN))
+                    gates_BME, balance = _whole(routing, selection, active_BN)
+                    routings.append((gates_BME if merger is None else merger.unmerge(gates_BME), balance))
                 if halting is not None and halts_B is not None and self.halting is not None:
                     p_BN = self.halting(h_BND) * halts_B[:, None]
                     weights.append(halting.update(p_BN, last=t == loops - 1))
                     y_BND = y_BND + weights[-1][..., None].to(h_BND.dtype) * h_BND
-            residuals.append(_relative_step(before_BND, h_BND))
+            residuals.append(relative_step(before_BND, h_BND, None if merger is None else merger.mass_BM))
             if keep_states or self.soft is not None:
-                states.append(h_BND)
+                states.append(h_BND if merger is None else merger.unmerge(h_BND))
         record = LoopRecord(h_BND, len(residuals), torch.stack(residuals), states if keep_states else None)
         if halting is not None and isinstance(y_BND, Tensor):
             record.tokens_BND, record.weights_BNT = y_BND, torch.stack(weights, dim=-1)
@@ -143,7 +158,7 @@ class Recurrence(nn.Module):
             record.gates_TBNE = torch.stack([gates.detach() for gates, _ in routings])
             balances_T = torch.stack([balance for _, balance in routings])
             record.balance = balances_T.sum() / (balances_T > 0).sum().clamp(min=1)  # it is 0 where nobody was active
-        return record
+        return record if merger is None or merger.groups is None else _unmerged(record, merger.groups)
 
     @contextmanager
     def _gradient(self, t: int, loops: int) -> Iterator[None]:
@@ -153,6 +168,16 @@ class Recurrence(nn.Module):
             yield
         if t == without - 1:
             torch.clear_autocast_cache()  # before PyTorch 2.10 it keeps casts without gradient (pytorch/pytorch#65766)
+
+    def _merger(self, merging: Merging, tokens: int, loops: int, halts_B: Tensor | None) -> TokenMerger:
+        if self.training:
+            raise ModelError("tokens are merged after training, not in it", hint="model.eval()")
+        if halts_B is not None and merging.schedule != "single":
+            raise ModelError(
+                f"merging schedule '{merging.schedule}' goes on merging while tokens halt",
+                hint="schedule single or halting none",
+            )
+        return TokenMerger(merging, tokens, loops)
 
     def _check(self, loops: int, halts_B: Tensor | None) -> None:
         if loops < 1:
@@ -176,10 +201,11 @@ class Recurrence(nn.Module):
         carry: Carry | None,
         selection: Selection | None,
         grid: tuple[int, ...],
+        merger: TokenMerger | None = None,
     ) -> tuple[Carry, list[Routing]]:
         if self.config.checkpoint_loops and torch.is_grad_enabled():
-            return checkpoint(self._step, t, loops, e_BND, h_BND, carry, selection, grid, use_reentrant=False)
-        return self._step(t, loops, e_BND, h_BND, carry, selection, grid)
+            return checkpoint(self._step, t, loops, e_BND, h_BND, carry, selection, grid, merger, use_reentrant=False)
+        return self._step(t, loops, e_BND, h_BND, carry, selection, grid, merger)
 
     def _step(
         self,
@@ -190,17 +216,19 @@ class Recurrence(nn.Module):
         carry: Carry | None,
         selection: Selection | None,
         grid: tuple[int, ...],
+        merger: TokenMerger | None = None,
     ) -> tuple[Carry, list[Routing]]:
         """One step of the solver; the routing of each of its evaluations."""
         routings: list[Routing] = []
 
         def loop(z_BND: Tensor) -> Tensor:
             nonlocal carry
-            carry, routing = self._evaluate(t, loops, e_BND, z_BND, carry, selection, grid)
+            carry, routing = self._evaluate(t, loops, e_BND, z_BND, carry, selection, grid, merger)
             routings.extend([] if routing is None else [routing])
             return carry.h_BND
 
-        new_BND = solver_step(self.config.solver, loop, h_BND, self.config.step_size)
+        align = {} if merger is None else {"align": merger.align}
+        new_BND = solver_step(self.config.solver, loop, h_BND, self.config.step_size, **align)
         assert carry is not None
         if selection is not None and self.config.step_size != 1:
             new_BND = selection.freeze(h_BND, new_BND)  # (1 - dt) h + dt h need not be h
@@ -215,9 +243,10 @@ class Recurrence(nn.Module):
         carry: Carry | None,
         selection: Selection | None,
         grid: tuple[int, ...],
+        merger: TokenMerger | None = None,
     ) -> tuple[Carry, Routing | None]:
         """F, one loop: block input, block, LoRA, injection; halted tokens keep all they had."""
-        u_BND = h_BND
+        u_BND, e_BND = h_BND, e_BND if carry is None else carry.e_BND
         if self.config.loop_embedding:
             u_BND = u_BND + loop_embedding(t, h_BND.shape[-1], h_BND.device).to(h_BND.dtype)
         if self.input_norm is not None:
@@ -225,7 +254,9 @@ class Recurrence(nn.Module):
         if selection is not None and carry is not None:
             u_BND = selection.freeze(carry.u_BND, u_BND)
         block = self.blocks[0 if self.config.shared_block else t]
-        v_BMD, memory, routing = block(u_BND, grid, selection, None if carry is None else carry.memory, t, loops)
+        v_BMD, memory, routing = block(u_BND, grid, selection, None if carry is None else carry.memory, t, loops, merger)
+        if merger is not None:
+            h_BND, e_BND, u_BND = (merger.align(x_BND) for x_BND in (h_BND, e_BND, u_BND))
         if self.lora is not None:
             v_BMD = v_BMD + self.lora(v_BMD, t)
         if self.injection is not None:
@@ -233,7 +264,7 @@ class Recurrence(nn.Module):
             h_BMD, e_BMD = (x if index_BM is None else gather_tokens(x, index_BM) for x in (h_BND, e_BND))
             v_BMD = self.injection(h_BMD, e_BMD, v_BMD)
         h_BND = v_BMD if selection is None else selection.write(h_BND, v_BMD)
-        return Carry(h_BND, u_BND, memory), routing
+        return Carry(h_BND, e_BND, u_BND, memory), routing
 
 
 def _select(halting: HaltingState, skip: bool) -> Selection:
@@ -249,10 +280,23 @@ def _select(halting: HaltingState, skip: bool) -> Selection:
     return Selection(halted_BN, order_BN[:, :most])
 
 
-def _relative_step(before_BND: Tensor, after_BND: Tensor) -> Tensor:
+def relative_step(before_BND: Tensor, after_BND: Tensor, mass_BN: Tensor | None = None) -> Tensor:
+    """``|after - before| / |before|`` of each image (B,), without gradient."""
     with torch.no_grad():
-        moved_B = (after_BND - before_BND).float().flatten(1).norm(dim=1)
-        return moved_B / before_BND.float().flatten(1).norm(dim=1).clamp(min=1e-12)
+        root = 1.0 if mass_BN is None else mass_BN.sqrt()[..., None]  # a token of mass s counts like s of the grid
+        moved_B = (root * (after_BND - before_BND).float()).flatten(1).norm(dim=1)
+        return moved_B / (root * before_BND.float()).flatten(1).norm(dim=1).clamp(min=1e-12)
+
+
+def _unmerged(record: LoopRecord, groups: Groups) -> LoopRecord:
+    """The record of merged tokens as one of all tokens. States and gates, whose numbers vary, were unmerged loop by loop."""
+    record.merged = groups.absorbed_BR.shape[1] / groups.index_BN.shape[1]
+    if record.tokens_BND.shape[1] != groups.index_BN.shape[1]:
+        record.tokens_BND = groups.unmerge(record.tokens_BND)
+    if record.steps_BN is not None and record.ponder_BN is not None and record.weights_BNT is not None:
+        record.steps_BN, record.ponder_BN = (x_BM.gather(1, groups.index_BN) for x_BM in (record.steps_BN, record.ponder_BN))
+        record.weights_BNT = groups.unmerge(record.weights_BNT)
+    return record
 
 
 def _whole(routings: list[Routing], selection: Selection | None, active_BN: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from rdvit.config import ModelConfig
 from rdvit.errors import ModelError
-from rdvit.models.encoder import RecurrentViT, level_channels, strides_and_kernels
+from rdvit.models.encoder import RecurrentViT, decoder_strides_and_kernels, level_channels
+from rdvit.models.merging import Merging
 from rdvit.models.recurrence import LoopRecord
+from rdvit.models.sret import SRet
 
 Halting = Literal["act", "none"]
 
@@ -51,8 +53,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        assert config.patch_size != "auto"
-        strides, kernels = strides_and_kernels(config.patch_size)
+        strides, kernels = decoder_strides_and_kernels(config)
         channels = [*level_channels(config), config.embed_dim]
         has_skip = {
             "all": lambda i: config.stem == "conv" or i == 0,
@@ -88,11 +89,8 @@ class Segmenter(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = RecurrentViT(config)
+        self.encoder: RecurrentViT | SRet = RecurrentViT(config) if config.sret is None else SRet(config)
         self.decoder = Decoder(config)
-
-    @overload
-    def forward(self, images: Tensor, loops: int | None = None, halting: Halting | Tensor | None = None) -> Tensor: ...
 
     @overload
     def forward(
@@ -101,6 +99,17 @@ class Segmenter(nn.Module):
         loops: int | None = None,
         halting: Halting | Tensor | None = None,
         *,
+        merging: Merging | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        images: Tensor,
+        loops: int | None = None,
+        halting: Halting | Tensor | None = None,
+        *,
+        merging: Merging | None = None,
         return_record: Literal[True],
     ) -> tuple[Tensor, LoopRecord]: ...
 
@@ -111,6 +120,7 @@ class Segmenter(nn.Module):
         loops: int | None = None,
         halting: Halting | Tensor | None = None,
         *,
+        merging: Merging | None = None,
         early: Sequence[int],
     ) -> tuple[list[Tensor], LoopRecord]: ...
 
@@ -120,6 +130,7 @@ class Segmenter(nn.Module):
         loops: int | None = None,
         halting: Halting | Tensor | None = None,
         *,
+        merging: Merging | None = None,
         return_record: bool = False,
         early: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor | list[Tensor], LoopRecord]:
@@ -129,6 +140,7 @@ class Segmenter(nn.Module):
             images: (B, C, X, Y) or (B, C, X, Y, Z), any size; padded to whole patches by repeating the border.
             loops: Number of loops; the trained depth where None.
             halting: ``act``, ``none``, or for each image of the batch 1 to halt and 0 not to; the configured one where None.
+            merging: Merge tokens in the loop (evaluation only); the decoder gets all of them.
             return_record: Return the loop's record too; its token grid covers the padded image.
             early: Decode the states after these loops, counted from 1, as well, by the same layers, in one batch: their batch
                 norms then see in training what they average for evaluation.
@@ -138,7 +150,7 @@ class Segmenter(nn.Module):
             last, and the record.
 
         Raises:
-            ModelError: If the dimensions or channels are not the model's.
+            ModelError: If the dimensions or channels are not the model's, or it cannot do what is asked.
         """
         expected = self.config.spatial_dims + 2
         if images.ndim != expected or images.shape[1] != self.config.in_channels:
@@ -146,7 +158,7 @@ class Segmenter(nn.Module):
                 f"expected images of {expected} axes and {self.config.in_channels} channels, found {tuple(images.shape)}"
             )
         padded, halts_B = pad_to_patches(images, self.encoder.patch_size), self._halts(halting, images)
-        encoding = self.encoder.encode(padded, loops, halts_B, early=early or ())
+        encoding = self.encoder.encode(padded, loops, halts_B, early=early or (), merging=merging)
         token_map, skips, maps = encoding.token_map, encoding.skips, [*encoding.early_maps, encoding.token_map]
         if early:
             token_map, skips = torch.cat(maps), [torch.cat([skip] * len(maps)) for skip in skips]

@@ -14,7 +14,13 @@ from torch import Tensor
 Solver = Literal["euler", "midpoint", "rk4"]
 
 
-def solver_step(solver: Solver, loop: Callable[[Tensor], Tensor], z: Tensor, dt: float) -> Tensor:
+def solver_step(
+    solver: Solver,
+    loop: Callable[[Tensor], Tensor],
+    z: Tensor,
+    dt: float,
+    align: Callable[[Tensor], Tensor] = lambda z: z,
+) -> Tensor:
     """One step of size ``dt`` from ``z``.
 
     Args:
@@ -22,14 +28,18 @@ def solver_step(solver: Solver, loop: Callable[[Tensor], Tensor], z: Tensor, dt:
         loop: F; the same function in all evaluations of a step.
         z: The state, any shape.
         dt: Step size; at 1 the Euler step is ``loop(z)``, bit for bit and without further arithmetic.
+        align: Brings z to the tokens that the first evaluation has left of it, where it merges some.
     """
     if solver == "euler":
-        return loop(z) if dt == 1 else (1 - dt) * z + dt * loop(z)
+        new = loop(z)
+        return new if dt == 1 else (1 - dt) * align(z) + dt * new
 
     def field(state: Tensor) -> Tensor:
         return loop(state) - state
 
-    k1 = field(z)
+    k1 = loop(z)
+    z = align(z)
+    k1 = k1 - z
     k2 = field(z + dt / 2 * k1)
     if solver == "midpoint":
         return z + dt * k2

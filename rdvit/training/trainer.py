@@ -1,6 +1,6 @@
 """The training loop: lightning-fabric underneath, an epoch at a time, each epoch saved so that nothing is lost.
 
-All randomness is a function of the seed and the step (samples, loops, which images halt), so that a resumed training
+All randomness is a function of the seed and the step (samples, loops, which images halt, dropout), so that a resumed training
 repeats what an uninterrupted one would have done, to the last digit on a CPU.
 """
 
@@ -218,6 +218,8 @@ class Trainer:
     def _step(self, batch: dict[str, Any]) -> dict[str, float]:
         """One optimiser step."""
         config, training, step = self.config, self.config.training, self.progress.step
+        seed = np.random.SeedSequence([training.seed, step, 4, self.fabric.global_rank])
+        torch.manual_seed(int(seed.generate_state(1)[0]))  # of dropout, and of SReT's dropped paths and shuffles
         share = self.share_done()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(share, training)

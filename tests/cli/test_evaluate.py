@@ -133,6 +133,20 @@ def test_several_loops_give_a_table_and_a_figure(rdvit: Rdvit, trained_run: Path
     assert f"model: {trained_run}" in outcome.stderr  # the newest finished run, and it is said
 
 
+def test_several_rates_of_merging_give_a_table(rdvit: Rdvit, trained_run: Path, phantom: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("--data", phantom, "--runs", trained_run.parent, "--merge", "0,0.4", *FAST, "--out", out)
+    outcome = rdvit("evaluate", *words, "--json")
+    assert outcome.returncode == 0
+    result = json.loads(outcome.stdout)
+    with (out / "merging.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["merge"] for row in rows] == ["0.0", "0.4"] and {row["loops"] for row in rows} == {"2"}
+    assert [entry["dice"] for entry in result["table"]] == pytest.approx([float(row["dice"]) for row in rows])
+    assert result["summaries"][0]["metric_per_case"] != result["summaries"][1]["metric_per_case"]
+    assert {path.name for path in out.iterdir()} == {"summary.json", "merging.csv"}
+
+
 def test_patients_of_the_training_are_pointed_out(rdvit: Rdvit, trained_run: Path, phantom: Path) -> None:
     outcome = rdvit("-q", "evaluate", "--data", phantom, "--split", "all", "--model", trained_run, "--loops", "1", *FAST)
     assert outcome.returncode == 0
@@ -152,6 +166,8 @@ def test_contradicting_or_missing_options(rdvit: Rdvit, phantom: Path, copies: P
     [
         (["--loops", "1,many"], "expected --loops like 1,2,4,8, found '1,many'"),
         (["--loops", "0,2"], "expected at least 1 loop, found 0"),
+        (["--merge", "0,half"], "expected --merge like 0,0.1,0.25, found '0,half'"),
+        (["--merge", "0,1"], "expected a merging rate of at least 0 and below 1"),
         (["--split", "fold7-val"], "no split 'fold7-val'"),
         (["--model", "none such"], "no model 'none such'"),
     ],

@@ -371,3 +371,15 @@ def test_a_dicom_folder_is_one_input(segment: Segment, tmp_path: Path) -> None:
     write_series("1.2.4")
     refused(segment(tmp_path / "Scan 1", "--overwrite"), "holds 2 series: 1.2.3 (no description, 3 images); 1.2.4")
     assert segment(tmp_path / "Scan 1", "--overwrite", "--series", "2.4").returncode == 0
+
+
+def test_merged_tokens_give_masks_and_maps_of_full_size(segment: Segment, image: Path, tmp_path: Path) -> None:
+    outcome = segment(image, "--merge", "0.4", "--maps", "--json")
+    assert outcome.returncode == 0
+    (case,) = json.loads(outcome.stdout)["cases"]
+    assert case["merge"] == 0.4
+    for kind in ("mask", "halting", "entropy"):
+        assert data_of(Path(case[kind])).shape == data_of(image).shape
+    for rate in ("1", "-0.25"):
+        refused = segment(image, "--merge", rate, "--out", tmp_path / "other")
+        assert refused.returncode == 2 and f"below 1, the share of tokens to merge away, found {rate}" in refused.stderr

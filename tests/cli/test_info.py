@@ -18,7 +18,7 @@ def test_installation(rdvit: Rdvit, tmp_path: Path) -> None:
     facts = json.loads(outcome.stdout)
     assert (outcome.returncode, outcome.stderr) == (0, "")
     assert facts["torch"] == metadata.version("torch") and facts["monai"] == metadata.version("monai")
-    assert facts["presets"] == ["vit", "bvit", "rdvit", "rdvit-moe", "revit", "softmor"] and facts["runs"] == []
+    assert facts["presets"] == ["vit", "bvit", "rdvit", "rdvit-moe", "revit", "softmor", "sret"] and facts["runs"] == []
 
 
 def test_runs_and_their_models_by_name(rdvit: Rdvit, trained_run: Path) -> None:

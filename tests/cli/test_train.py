@@ -227,6 +227,8 @@ def test_presets_and_dimensions(planned: Settled) -> None:
     assert moe.preset == "rdvit-moe" and moe.experts is not None and moe.spatial_dims == 3
     assert planned("--preset", "rdvit-moe", "--moe").model == planned("--moe").model
     assert not planned("--preset", "vit").model.shared_block
+    sret = planned("--preset", "sret").model
+    assert sret.sret is not None and sret.local_kernel is None
 
 
 def test_flags_beat_settings_beat_the_file(planned: Settled, tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_data_that_nobody_named_is_said(
         (["--set", "model.loops"], "expected --set key.sub=value, found 'model.loops'"),
         (["--set", "model.loops=0"], "model.loops: Input should be greater than or equal to 1, found 0"),
         (["--precision", "fp8"], "training.precision"),
-        (["--preset", "resnet"], "unknown preset 'resnet' (one of vit, bvit, rdvit, rdvit-moe, revit, softmor)"),
+        (["--preset", "resnet"], "unknown preset 'resnet' (one of vit, bvit, rdvit, rdvit-moe, revit, softmor, sret)"),
         (["--moe", "--preset", "vit"], "--moe is preset rdvit-moe and contradicts --preset vit"),
         (["--fold", "5"], "expected --fold 0 to 4, found 5"),
         (["--fraction", "0"], "fraction must lie in (0, 1], got 0"),

@@ -53,7 +53,9 @@ class Levels(nn.Module):
         self.values = values
         self.shapes: list[tuple[int, ...]] = []
 
-    def forward(self, images: Tensor, loops: int | None, halting: str | None, return_record: bool) -> tuple[Tensor, LoopRecord]:
+    def forward(
+        self, images: Tensor, loops: int | None, halting: str | None, merging: None, return_record: bool
+    ) -> tuple[Tensor, LoopRecord]:
         """Logits that fall with the distance to each class's intensity, and a record."""
         self.shapes.append(tuple(images.shape))
         tokens = math.prod(-(-n // p) for n, p in zip(images.shape[2:], self.patch, strict=True))

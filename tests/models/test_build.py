@@ -84,7 +84,7 @@ def test_unrolled_stack_is_the_loop(
 
 
 def test_a_stack_is_not_unrolled(small_config: ConfigMaker) -> None:
-    with pytest.raises(ModelError, match="'vit', which is a stack already"):
+    with pytest.raises(ModelError, match="'vit', which is none"):
         unroll(build_segmenter(small_config(**PLAIN, shared_block=False, preset="vit")), 3)
 
 

@@ -110,7 +110,17 @@ def test_loss_falls_on_the_phantom(tmp_path: Path, make_trainer: MakeTrainer) ->
 
 @pytest.mark.parametrize(
     ("dim", "preset"),
-    [("2d", "vit"), ("3d", "vit"), ("3d", "rdvit-moe"), ("2d", "bvit"), ("3d", "revit"), ("2d", "revit"), ("2d", "softmor")],
+    [
+        ("2d", "vit"),
+        ("3d", "vit"),
+        ("3d", "rdvit-moe"),
+        ("2d", "bvit"),
+        ("3d", "revit"),
+        ("2d", "revit"),
+        ("2d", "softmor"),
+        ("2d", "sret"),
+        ("3d", "sret"),
+    ],
 )
 def test_every_preset_trains(tmp_path: Path, make_trainer: MakeTrainer, dim: str, preset: str) -> None:
     trainer = make_trainer(tmp_path, dim=dim, preset=preset, epochs=1, steps_per_epoch=4, loop_sampling={"low": 2})
@@ -283,7 +293,7 @@ def test_gradient_that_is_not_finite_names_its_cases_too(tmp_path: Path, make_tr
 # Resume
 
 
-@pytest.mark.parametrize(("dim", "preset"), [("2d", "rdvit"), ("2d", "rdvit-moe"), ("3d", "rdvit")])
+@pytest.mark.parametrize(("dim", "preset"), [("2d", "rdvit"), ("2d", "rdvit-moe"), ("3d", "rdvit"), ("2d", "sret")])
 def test_resume_equals_uninterrupted(tmp_path: Path, make_trainer: MakeTrainer, dim: str, preset: str) -> None:
     whole = make_trainer(tmp_path / "whole", dim=dim, preset=preset, epochs=4)
     whole.fit()
