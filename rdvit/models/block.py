@@ -38,15 +38,24 @@ class Selection(NamedTuple):
     halted_BN: Tensor
     index_BM: Tensor | None
 
+    def gather(self, x: Tensor) -> Tensor:
+        """The computed tokens (B, M, D) of (B, N, D)."""
+        return x if self.index_BM is None else gather_tokens(x, self.index_BM)
+
     def write(self, old: Tensor, new: Tensor) -> Tensor:
         """``old`` (B, N, D) with the active tokens taken from ``new`` (B, M, D), or (B, N, D) where all were computed."""
-        if self.index_BM is not None:
-            new = scatter_tokens(old, self.index_BM, new)
-        return self.freeze(old, new)
+        if self.index_BM is None:
+            return self.freeze(old, new)
+        return scatter_tokens(old, self.index_BM, torch.where(self.padding_BM[..., None], self.gather(old), new))
 
     def freeze(self, old: Tensor, new: Tensor) -> Tensor:
         """The active tokens of ``new``, the halted ones of ``old``, both (B, N, D)."""
         return torch.where(self.halted_BN[..., None], old, new)
+
+    @property
+    def padding_BM(self) -> Tensor:
+        """Which of the computed tokens had halted and only fill a row."""
+        return self.halted_BN if self.index_BM is None else self.halted_BN.gather(1, self.index_BM)
 
 
 class LocalMixing(nn.Module):
@@ -147,8 +156,7 @@ class Block(nn.Module):
             x_BND = x_BND.to(torch.get_autocast_dtype(x_BND.device.type))
         if self.local is not None and self.local_norm is not None:
             x_BND = x_BND + self.local(self.local_norm(x_BND), grid)
-        index_BM = selection.index_BM if selection is not None else None
-        x_BMD = x_BND if index_BM is None else gather_tokens(x_BND, index_BM)
+        x_BMD = x_BND if selection is None else selection.gather(x_BND)
         q, k, v = self.attn.project(self.attn_norm(x_BMD))
         if selection is not None and memory is not None:
             k, v = _remember(selection, memory.k_BHNK, k), _remember(selection, memory.v_BHNK, v)
@@ -165,7 +173,8 @@ class Block(nn.Module):
 
 def _remember(selection: Selection, old_BHNK: Tensor, new_BHMK: Tensor) -> Tensor:
     """Keys or values with halted tokens as they were."""
-    if selection.index_BM is not None:
-        index = selection.index_BM[:, None, :, None].expand_as(new_BHMK)
-        new_BHMK = old_BHNK.scatter(2, index, new_BHMK.to(old_BHNK.dtype))
-    return torch.where(selection.halted_BN[:, None, :, None], old_BHNK, new_BHMK)
+    if selection.index_BM is None:
+        return torch.where(selection.halted_BN[:, None, :, None], old_BHNK, new_BHMK)
+    index = selection.index_BM[:, None, :, None].expand_as(new_BHMK)
+    new_BHMK = torch.where(selection.padding_BM[:, None, :, None], old_BHNK.gather(2, index), new_BHMK.to(old_BHNK.dtype))
+    return old_BHNK.scatter(2, index, new_BHMK)
