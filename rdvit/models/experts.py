@@ -6,10 +6,10 @@ against the load after every optimiser step (:meth:`Experts.balance`). The Switc
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rdvit.models.feedforward import FeedForward, swiglu
@@ -69,18 +69,31 @@ class Experts(nn.Module):
         """Send every token through its experts: sort by expert, one product per expert, put back, weigh and add."""
         x_ND = x_BMD.reshape(-1, x_BMD.shape[-1])
         probabilities_NE, chosen_Nk, gates_Nk = self.route(x_ND)
-        order = chosen_Nk.flatten().argsort(stable=True)  # token-expert pairs, expert by expert
-        counts = torch.bincount(chosen_Nk.flatten(), minlength=self.num_experts).tolist()
-        chunks = x_ND[order // self.top_k].split(counts)
+        token_R, place_Nk, rows = self._dispatch(chosen_Nk)
+        chunks = x_ND.index_select(0, token_R).split(rows)
         w_in, w_out = self.w_in, self.w_out  # read once: with a low-rank update each reading makes them anew
-        sorted_out = torch.cat([_expert(chunk, w_in[e], w_out[e]) for e, chunk in enumerate(chunks) if len(chunk)])
-        pairs = torch.empty_like(sorted_out).index_copy(0, order, sorted_out).view(*gates_Nk.shape, -1)
-        y_ND = (gates_Nk[..., None].to(pairs.dtype) * pairs).sum(1)
-        if self.shared is not None:
-            y_ND = y_ND + self.shared(x_ND)
+        out_RD = torch.cat([swiglu(chunk, w_in[e], w_out[e]) for e, chunk in enumerate(chunks) if len(chunk)])
+        y_ND: Tensor | float = 0.0 if self.shared is None else self.shared(x_ND)
+        for gate_N, place_N in zip(gates_Nk.unbind(1), place_Nk.unbind(1), strict=True):
+            y_ND = y_ND + gate_N[:, None].to(out_RD.dtype) * out_RD.index_select(0, place_N)
         gates_NE = torch.zeros_like(probabilities_NE).scatter(1, chosen_Nk, gates_Nk)
         batch = x_BMD.shape[:2]
+        assert isinstance(y_ND, Tensor)
         return y_ND.view_as(x_BMD), Routing(probabilities_NE.view(*batch, -1), gates_NE.view(*batch, -1))
+
+    def _dispatch(self, chosen_Nk: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """Which token each row holds (R,), which row each token-expert pair has (N, k), and how many rows each expert.
+
+        An expert's rows are filled up to a round number: a CPU compiles a product for every new one.
+        """
+        order_P = chosen_Nk.flatten().argsort(stable=True)  # token-expert pairs, expert by expert
+        counts = torch.bincount(chosen_Nk.flatten(), minlength=self.num_experts).tolist()
+        rows = [_rounded(count) for count in counts]
+        fillings = [0, *accumulate(row - count for row, count in zip(rows, counts, strict=True))]  # before each expert
+        shift_P = torch.tensor(fillings[:-1], device=order_P.device)[chosen_Nk.flatten()[order_P]]
+        place_P = torch.arange(len(order_P), device=order_P.device) + shift_P
+        token_R = order_P.new_zeros(sum(rows)).index_copy(0, place_P, order_P // self.top_k)
+        return token_R, torch.empty_like(place_P).index_copy(0, order_P, place_P).view_as(chosen_Nk), rows
 
     @torch.no_grad()
     def balance(self, load_E: Tensor, rate: float) -> None:
@@ -88,10 +101,10 @@ class Experts(nn.Module):
         self.router_bias_E += rate * torch.sign(load_E.mean() - load_E)
 
 
-def _expert(x_MD: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """An expert on its tokens, filled up to whole ``ROWS``: a CPU compiles a product for every new number of rows."""
-    padded = F.pad(x_MD, (0, 0, 0, -len(x_MD) % ROWS))
-    return swiglu(padded, w_in, w_out)[: len(x_MD)]
+def _rounded(count: int) -> int:
+    """``count`` rounded up to whole ``ROWS``, or quarters of it where few are left."""
+    step = ROWS if count > ROWS else max(1, ROWS // 4)
+    return -(-count // step) * step
 
 
 def switch_loss(routing: Routing, active_BM: Tensor | None = None) -> Tensor:

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rdvit.config import ModelConfig
 from rdvit.errors import ModelError
-from rdvit.models.attention import gather_tokens
 from rdvit.models.block import Block, KeysValues, Selection, layer_norm
 from rdvit.models.depth import DepthLoRA, loop_embedding
 from rdvit.models.experts import ROWS, Routing, switch_loss
@@ -246,13 +245,12 @@ class Recurrence(nn.Module):
         merger: TokenMerger | None = None,
     ) -> tuple[Carry, Routing | None]:
         """F, one loop: block input, block, LoRA, injection; halted tokens keep all they had."""
-        u_BND, e_BND = h_BND, e_BND if carry is None else carry.e_BND
-        if self.config.loop_embedding:
-            u_BND = u_BND + loop_embedding(t, h_BND.shape[-1], h_BND.device).to(h_BND.dtype)
-        if self.input_norm is not None:
-            u_BND = self.input_norm(u_BND + e_BND)
-        if selection is not None and carry is not None:
-            u_BND = selection.freeze(carry.u_BND, u_BND)
+        e_BND = e_BND if carry is None else carry.e_BND
+        if selection is None or carry is None:
+            u_BND = self._block_input(h_BND, e_BND, t)
+        else:
+            u_BMD = self._block_input(selection.gather(h_BND), selection.gather(e_BND), t)
+            u_BND = selection.write(carry.u_BND, u_BMD)
         block = self.blocks[0 if self.config.shared_block else t]
         v_BMD, memory, routing = block(u_BND, grid, selection, None if carry is None else carry.memory, t, loops, merger)
         if merger is not None:
@@ -260,11 +258,16 @@ class Recurrence(nn.Module):
         if self.lora is not None:
             v_BMD = v_BMD + self.lora(v_BMD, t)
         if self.injection is not None:
-            index_BM = None if selection is None else selection.index_BM
-            h_BMD, e_BMD = (x if index_BM is None else gather_tokens(x, index_BM) for x in (h_BND, e_BND))
+            h_BMD, e_BMD = (x if selection is None else selection.gather(x) for x in (h_BND, e_BND))
             v_BMD = self.injection(h_BMD, e_BMD, v_BMD)
         h_BND = v_BMD if selection is None else selection.write(h_BND, v_BMD)
         return Carry(h_BND, e_BND, u_BND, memory), routing
+
+    def _block_input(self, h_BMD: Tensor, e_BMD: Tensor, t: int) -> Tensor:
+        """What the block reads in loop t: the state with the loop embedding, and the encoded input, under one norm."""
+        if self.config.loop_embedding:
+            h_BMD = h_BMD + loop_embedding(t, h_BMD.shape[-1], h_BMD.device).to(h_BMD.dtype)
+        return h_BMD if self.input_norm is None else self.input_norm(h_BMD + e_BMD)
 
 
 def _select(halting: HaltingState, skip: bool) -> Selection:
