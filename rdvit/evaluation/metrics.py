@@ -248,9 +248,9 @@ def _distances(start: Mask, end: Mask, sampling: Sequence[float]) -> NDArray[np.
     """
     nearest = ndimage.distance_transform_edt(~end, sampling=sampling, return_distances=False, return_indices=True)
     squared = np.zeros(np.count_nonzero(start))
-    for offset, here, size in zip(nearest, np.indices(start.shape, nearest.dtype, sparse=True), sampling, strict=True):
-        offset -= here
-        squared += np.square(offset[start] * size)
+    for axis, here in enumerate(np.indices(start.shape, nearest.dtype, sparse=True)):
+        nearest[axis] -= here  # now the way there, in voxels
+        squared += np.square(nearest[axis][start] * sampling[axis])
     return np.sqrt(squared, out=squared)
 
 
