@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rdvit.cli.console import check_output, console, error_line, print_json, print_table, progress_bar
+from rdvit.cli.startup import import_monai
 from rdvit.errors import ConfigError, DataError, RdvitError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def infer(
     ends += ["volumes.csv"] if all_frames else []
     check_output(out, [_named(out / stem, end) for stem in targets.values() for end in ends], overwrite)
 
+    import_monai()
     from rdvit.checkpoint import find_model, load_model
     from rdvit.inference.predictor import Predictor
 
