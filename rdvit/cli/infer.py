@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rdvit.cli.console import check_output, console, ends_on_sigterm, error_line, print_json, print_table, progress_bar
+from rdvit.cli.startup import import_monai
 from rdvit.errors import ConfigError, DataError, ModelError, RdvitError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def infer(
     check_output(out, [], overwrite)
     wishes = Wishes(loops, halting, frame, all_frames, series, maps, preview)
 
+    import_monai()
     from rdvit import __version__
     from rdvit.checkpoint import DESCRIPTION, WEIGHTS, find_model, load_model
     from rdvit.inference.batch import digest

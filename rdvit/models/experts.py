@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rdvit.models.feedforward import FeedForward, swiglu
@@ -73,12 +74,12 @@ class Experts(nn.Module):
         chunks = x_ND.index_select(0, token_R).split(rows)
         w_in, w_out = self.w_in, self.w_out  # read once: with a low-rank update each reading makes them anew
         out_RD = torch.cat([swiglu(chunk, w_in[e], w_out[e]) for e, chunk in enumerate(chunks) if len(chunk)])
-        y_ND: Tensor | float = 0.0 if self.shared is None else self.shared(x_ND)
-        for gate_N, place_N in zip(gates_Nk.unbind(1), place_Nk.unbind(1), strict=True):
-            y_ND = y_ND + gate_N[:, None].to(out_RD.dtype) * out_RD.index_select(0, place_N)
+        weights_Nk = gates_Nk.to(out_RD.dtype)  # gather, weigh and sum in one pass
+        y_ND = F.embedding_bag(place_Nk, out_RD, per_sample_weights=weights_Nk, mode="sum")
+        if self.shared is not None:
+            y_ND = y_ND + self.shared(x_ND)
         gates_NE = torch.zeros_like(probabilities_NE).scatter(1, chosen_Nk, gates_Nk)
         batch = x_BMD.shape[:2]
-        assert isinstance(y_ND, Tensor)
         return y_ND.view_as(x_BMD), Routing(probabilities_NE.view(*batch, -1), gates_NE.view(*batch, -1))
 
     def _dispatch(self, chosen_Nk: Tensor) -> tuple[Tensor, Tensor, list[int]]:
