@@ -29,6 +29,7 @@ from rdvit.tensorfile import load_tensors, save_tensors
 
 _log = logging.getLogger("rdvit")
 
+SHIPPED, DEFAULT = Path(__file__).parent / "weights", "acdc-2d"  # models in the package, and the one that is taken unasked
 WEIGHTS, DESCRIPTION, STATE, PREVIOUS = "model.safetensors", "model.json", "state.pt", "state.previous.pt"
 
 
@@ -110,21 +111,30 @@ def find_model(name: str | None, runs: Path) -> Path:
     """The model folder that a user means.
 
     Args:
-        name: A model folder, or the name of a run; None takes the run that finished last.
+        name: A model folder, the name of a run, or that of a model in the package; None takes the run that finished last, and
+            where there is none the package's own.
         runs: Folder of all runs.
 
     Raises:
         ModelError: If there is none.
     """
     if name is not None:
-        found = next((path for path in (Path(name), runs / name) if (path / DESCRIPTION).is_file()), None)
+        found = next((path for path in (Path(name), runs / name, SHIPPED / name) if (path / DESCRIPTION).is_file()), None)
         if found is None:
-            raise ModelError(f"no model '{name}': neither it nor {runs / name} holds {DESCRIPTION}")
+            names = ", ".join(shipped_models()) or "none"
+            raise ModelError(f"no model '{name}': neither it nor {runs / name} holds {DESCRIPTION}; in the package: {names}")
         return found
     finished = [path.parent for path in runs.glob("*/summary.json") if (path.parent / DESCRIPTION).is_file()]
-    if not finished:
-        raise ModelError(f"no finished run under '{runs}'", hint="train one with `rdvit train`, or name one with --model")
-    return max(finished, key=lambda folder: (folder / "summary.json").stat().st_mtime)
+    if finished:
+        return max(finished, key=lambda folder: (folder / "summary.json").stat().st_mtime)
+    if (SHIPPED / DEFAULT / DESCRIPTION).is_file():
+        return SHIPPED / DEFAULT
+    raise ModelError(f"no finished run under '{runs}'", hint="train one with `rdvit train`, or name one with --model")
+
+
+def shipped_models() -> list[str]:
+    """Names of the models in the package."""
+    return sorted(path.parent.name for path in SHIPPED.glob(f"*/{DESCRIPTION}"))
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rdvit import __version__
+from rdvit import __version__, checkpoint
 from rdvit.checkpoint import (
     DESCRIPTION,
     PREVIOUS,
@@ -263,3 +263,29 @@ def test_two_damaged_states_are_both_named(tmp_path: Path) -> None:
     (tmp_path / PREVIOUS).write_bytes(b"other")
     with pytest.raises(ModelError, match=f"{STATE}: damaged: .*{PREVIOUS}: damaged: "):
         load_state(tmp_path)
+
+
+# Models of the package
+
+
+def test_without_a_run_the_model_of_the_package_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path / "weights")
+    shipped = make_run(tmp_path / "weights", checkpoint.DEFAULT, None)
+    other = make_run(tmp_path / "weights", "other", None)
+    assert find_model(None, tmp_path / "runs") == shipped
+    assert find_model("other", tmp_path / "runs") == other
+    assert checkpoint.shipped_models() == [checkpoint.DEFAULT, "other"]
+    with pytest.raises(ModelError, match=f"in the package: {checkpoint.DEFAULT}, other"):
+        find_model("nothing", tmp_path / "runs")
+    finished = make_run(tmp_path / "runs", "mine", 1000)
+    assert find_model(None, tmp_path / "runs") == finished
+
+
+def test_weights_in_half_precision_are_loaded_as_float32(tmp_path: Path, tiny_model_folder: Path) -> None:
+    shutil.copytree(tiny_model_folder, tmp_path / "half")
+    tensors = load_file(tmp_path / "half" / WEIGHTS)
+    save_file({k: v.half() if v.is_floating_point() else v for k, v in tensors.items()}, tmp_path / "half" / WEIGHTS)
+    model = load_model(tmp_path / "half")[0]
+    for name, value in model.state_dict().items():
+        assert value.dtype == tensors[name].dtype
+        torch.testing.assert_close(value, tensors[name], rtol=1e-3, atol=1e-6)

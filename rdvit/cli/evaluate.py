@@ -13,7 +13,7 @@ from rdvit.cli.console import check_output, console, error_line, print_json, pri
 from rdvit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rdvit.data.datalist import Case
+    from rdvit.data.datalist import Case, DataList
 
 _log = logging.getLogger("rdvit")
 
@@ -21,7 +21,9 @@ _log = logging.getLogger("rdvit")
 def evaluate(
     data: Annotated[Path | None, typer.Option(help="Labelled data set to segment and score.")] = None,
     split: Annotated[str, typer.Option(help="all, fold0-train, fold0-val, ..., or a name from the JSON list.")] = "fold0-val",
-    model: Annotated[str | None, typer.Option(help="Model folder or name of a run; the newest finished run.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, run or model of the package; the newest finished run, else acdc-2d.")
+    ] = None,
     loops: Annotated[str | None, typer.Option(help="Loops, several with commas: 1,2,4,8,12.")] = None,
     halting: Annotated[Literal["act", "none"] | None, typer.Option(help="Stop tokens by ACT, or run all loops.")] = None,
     merge: Annotated[str, typer.Option(help="Share of similar tokens to merge, several with commas: 0,0.1,0.25.")] = "0",
@@ -89,7 +91,7 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
     cases = select(dataset, split)
     predictor = Predictor(network, info, device, precision, keep_largest)
     console().print(f"model: {folder}; data: {source} ({why}), split {split}, {len(cases)} cases")
-    _warn_of_training_cases(info.training, source, cases)
+    _warn_of_training_cases(info.training, dataset, cases)
     summaries = []
     with progress_bar() as report:
         for number, merging in product(loops or [info.config.model.loops], mergings):
@@ -109,14 +111,14 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
     return summaries
 
 
-def _warn_of_training_cases(training: dict[str, Any], source: Path, cases: list[Case]) -> None:
-    """Say so where cases are scored that the model was trained on."""
-    from rdvit.data.datalist import load_data, select
+def _warn_of_training_cases(training: dict[str, Any], data: DataList, cases: list[Case]) -> None:
+    """Say so where cases are scored that the model was trained on: those of the split it names, in the data set it names."""
+    from rdvit.data.datalist import select
 
     name = training.get("train")
-    if training.get("data") is None or name is None or str(source) != str(training.get("data")):
+    if name is None or training.get("dataset") != data.name:
         return
-    seen = {case.patient for case in select(load_data(source), name, training.get("fraction", 1.0))}
+    seen = {case.patient for case in select(data, name, training.get("fraction", 1.0))}
     known = sorted({case.patient for case in cases} & seen)
     if known:
         _log.warning("warning: %d of these patients were in the training of this model", len(known))

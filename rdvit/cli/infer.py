@@ -26,7 +26,9 @@ ENDS = ("seg.nii.gz", "halting.nii.gz", "entropy.nii.gz", "volumes.csv", "previe
 def infer(
     inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="Images, folders of images, DICOM folders.")],
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("segmentations"),
-    model: Annotated[str | None, typer.Option(help="Model folder or name of a run; the newest finished run.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, run or model of the package; the newest finished run, else acdc-2d.")
+    ] = None,
     loops: Annotated[int | None, typer.Option(help="Number of loops; as trained where not given.")] = None,
     halting: Annotated[Literal["act", "none"] | None, typer.Option(help="Stop tokens by ACT, or run all loops.")] = None,
     frame: Annotated[int | None, typer.Option(help="Frame of a 4D file, from 1.")] = None,

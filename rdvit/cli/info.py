@@ -11,9 +11,11 @@ import typer
 
 from rdvit.cli.console import console, print_json
 
+_SHIPPED = Path(__file__).parents[1] / "weights"  # as rdvit.checkpoint has it, which imports torch
+
 
 def info(
-    model: Annotated[str | None, typer.Argument(help="Model folder or name of a run.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Model folder, name of a run or of a model in the package.")] = None,
     runs: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON on standard output.")] = False,
 ) -> None:
@@ -51,6 +53,7 @@ def _installation(runs: Path) -> dict[str, Any]:
         "system": platform.platform(),
         "cpus": os.cpu_count(),
         "presets": list(PRESETS),
+        "models in the package": sorted(path.parent.name for path in _SHIPPED.glob("*/model.json")),
         "runs": sorted(path.parent.name for path in runs.glob("*/model.json")),
     }
 

@@ -25,7 +25,7 @@ def train(
     config: Annotated[Path | None, typer.Option(help="YAML file with what differs from the preset.")] = None,
     data: Annotated[Path | None, typer.Option(help="ACDC, nnU-Net or Decathlon folder, or JSON list.")] = None,
     fraction: Annotated[float, typer.Option(help="Share of the training patients, in (0, 1].")] = 1.0,
-    fold: Annotated[int, typer.Option(help="Fold that validates, 0 to 4.")] = 0,
+    fold: Annotated[str, typer.Option(help="Fold that validates, 0 to 4; all: every patient trains.")] = "0",
     epochs: Annotated[int | None, typer.Option(help="Epochs; the learning rate is planned over them.")] = None,
     max_minutes: Annotated[
         float | None,
@@ -54,8 +54,8 @@ def train(
     Raises:
         RdvitError: On wrong input; a finite loss that is lost; a run that exists.
     """
-    if not 0 <= fold <= 4:
-        raise ConfigError(f"expected --fold 0 to 4, found {fold}")
+    if fold not in ("0", "1", "2", "3", "4", "all"):
+        raise ConfigError(f"expected --fold 0 to 4 or all, found {fold}")
     if resume is not None and (finetune is not None or train_only is not None):
         raise ConfigError("--resume continues a run as it began; --finetune and --train-only begin a new one")
     if train_only is not None and finetune is None:
@@ -84,7 +84,9 @@ def train(
                 source, why = (data, "") if data is not None else default_data()
                 if why:
                     console().print(f"data: {source} ({why})")
-                summary = start_run(resolved, make_split(source, fold, fraction), out, runs, mlflow, report)
+                summary = start_run(
+                    resolved, make_split(source, "all" if fold == "all" else int(fold), fraction), out, runs, mlflow, report
+                )
         run = summary["run"]
         print_table(f"validation, best weights (epoch {run['model']['epoch']})", dice_table(summary))
         console().print(f"run folder: {run['folder']}")

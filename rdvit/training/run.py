@@ -9,7 +9,7 @@ import platform
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -55,14 +55,14 @@ class Split:
         }
 
 
-def make_split(path: Path, fold: int = 0, fraction: float = 1.0) -> Split:
+def make_split(path: Path, fold: int | Literal["all"] = 0, fraction: float = 1.0) -> Split:
     """Training and validation cases of a data set.
 
     A JSON list with ``training`` and ``validation`` keeps its own split; everything else is split into five folds by patient.
 
     Args:
         path: Data set folder or JSON list.
-        fold: The fold that validates.
+        fold: The fold that validates; ``all`` trains on all patients, for weights to ship, and looks at those of fold 0 again.
         fraction: Share of the training patients that is used; validation is always whole.
 
     Raises:
@@ -71,6 +71,9 @@ def make_split(path: Path, fold: int = 0, fraction: float = 1.0) -> Split:
     data = load_data(path)
     own = {"training", "validation"} <= data.splits.keys()
     train_name, validation_name = ("training", "validation") if own else (f"fold{fold}-train", f"fold{fold}-val")
+    if fold == "all":
+        train_name, validation_name = "all", "validation" if own else "fold0-val"
+        _log.warning("warning: all patients train, those that validate too: the scores of this run say nothing of new patients")
     train = [c for c in select(data, train_name, fraction) if c.label is not None]
     validation = [c for c in select(data, validation_name) if c.label is not None]
     if not train or not validation:
@@ -130,7 +133,7 @@ def resume_run(
         raise ConfigError("no run to resume: expected config.yaml and split.json", file=folder)
     config = validate(merge(load_config(folder / "config.yaml").model_dump(), changes))
     record = json.loads((folder / "split.json").read_text(encoding="utf-8"))
-    fold = int(record["train"][4:-6]) if record["train"].startswith("fold") else 0
+    fold: Any = int(record["train"][4:-6]) if record["train"].startswith("fold") else "all" if record["train"] == "all" else 0
     split = make_split(data or Path(record["data"]), fold, record["fraction"])
     for part in ("train", "validation"):
         if split.record[f"{part}_digest"] != record[f"{part}_digest"]:
@@ -164,7 +167,7 @@ def _run(config: Config, split: Split, folder: Path, name: str, tracker: NullTra
 def _trainer(config: Config, split: Split, folder: Path, tracker: NullTracker, report: Report) -> Trainer:
     """The cases in memory, and the training as the folder has it."""
     class_names = split.data.class_names
-    origin = {"data": split.data.name, **split.names, "seed": config.training.seed, "patients": len(patients(split.train))}
+    origin = {"dataset": split.data.name, **split.names, "seed": config.training.seed, "patients": len(patients(split.train))}
     if config.training.finetune is not None:
         origin |= {"finetuned_from": config.training.finetune, "train_only": config.training.train_only}
     info = ModelInfo(config, class_names, origin)

@@ -17,6 +17,7 @@ import pytest
 
 from rdvit.checkpoint import load_model, load_state
 from rdvit.config import Config, load_config
+from rdvit.data.datalist import load_data
 from rdvit.errors import ConfigError, DataError
 from rdvit.training.run import make_split, resume_run, start_run
 from rdvit.training.signals import Interrupted
@@ -286,3 +287,11 @@ def test_nothing_to_validate_with(phantom: Path, tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(listed))
     with pytest.raises(DataError, match="0 labelled cases in 'training', 0 in 'validation'"):
         make_split(tmp_path / "list.json")
+
+
+def test_all_patients_train_for_weights_to_ship(phantom: Path, caplog: pytest.LogCaptureFixture) -> None:
+    split = make_split(phantom, "all")
+    everyone = {case.patient for case in load_data(phantom).cases}
+    assert {case.patient for case in split.train} == everyone
+    assert {case.patient for case in split.validation} < everyone
+    assert "say nothing of new patients" in caplog.text

@@ -1,0 +1,84 @@
+"""Make a finished run a model of the package: weights in half precision, and a description with its figures.
+
+    python pipelines/ship_weights.py runs/acdc-all acdc-2d --figures evaluation/summary.json
+
+``--figures`` is a ``summary.json`` of ``rdvit evaluate`` of a model of the same recipe on patients that it was not trained on:
+what a user may expect. The written model is compared with the run's on a few training images, so that half precision is
+known to change nothing that matters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save as to_bytes
+
+from rdvit.atomic import write
+from rdvit.checkpoint import DESCRIPTION, SHIPPED, WEIGHTS, load_model, save_model
+from rdvit.data.datalist import load_data, select
+from rdvit.data.volume import read_image
+from rdvit.errors import RdvitError
+from rdvit.evaluation.metrics import dice
+from rdvit.inference.predictor import Predictor
+
+LARGEST_MB = 8
+LEAST_AGREEMENT = 0.998  # Dice between the foregrounds of both precisions
+IMAGES = 3
+
+
+def main() -> None:
+    """Write ``rdvit/weights/NAME``; fails if it is too large or segments differently."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("name", help="name of the model in the package")
+    parser.add_argument("--figures", type=Path, required=True, help="summary.json on patients that were not trained on")
+    parser.add_argument("--data", type=Path, help="data set of the images to compare on; that of the training where not given")
+    given = parser.parse_args()
+    model, info = load_model(given.run)
+    training = info.training | {"figures": figures(given.figures), "weights": "float16", "commit": commit()}
+    source = given.data or Path(training.pop("data"))  # where the data lies here is nobody's business
+    target = SHIPPED / given.name
+    save_model(target, model, replace(info, training=training))
+    tensors = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
+    write(target / WEIGHTS, to_bytes({name: value.contiguous() for name, value in tensors.items()}))
+    megabytes = sum((target / file).stat().st_size for file in (WEIGHTS, DESCRIPTION)) / 1e6
+    if megabytes > LARGEST_MB:
+        raise RdvitError(f"{megabytes:.1f} MB, more than {LARGEST_MB}", file=target)
+    cases = select(load_data(source), "all")
+    half, half_info = load_model(target)
+    whole_run, shipped = Predictor(model, info, "cpu", "fp32"), Predictor(half, half_info, "cpu", "fp32")
+    for case in cases[:: max(1, len(cases) // IMAGES)][:IMAGES]:
+        image = read_image(case.image)
+        agreement = dice(shipped(image).labels_XYZ, whole_run(image).labels_XYZ)
+        print(f"{case.id}: Dice {agreement:.5f} between float16 and float32 weights", file=sys.stderr)
+        if not agreement >= LEAST_AGREEMENT:
+            raise RdvitError(f"half precision changes {case.id}: Dice {agreement:.4f} with the run's own", file=target)
+    print(f"{target}: {megabytes:.2f} MB", file=sys.stderr)
+
+
+def figures(path: Path) -> dict[str, Any]:
+    """What the description says of the accuracy: Dice and HD95 per structure, cases, and how it was measured."""
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    names, mean = summary["class_names"], summary["mean"]
+    means = {names[value]: {key: round(float(found[key]), 4) for key in ("Dice", "HD95")} for value, found in mean.items()}
+    run = {key: summary["run"][key] for key in ("split", "loops", "halting", "precision") if key in summary["run"]}
+    return {"mean": means, "foreground_dice": float(np.mean([m["Dice"] for m in means.values()])), "measured": run}
+
+
+def commit() -> str:
+    """The commit that the weights are made with."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RdvitError as error:
+        sys.exit(f"error: {error}")
