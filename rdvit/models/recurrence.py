@@ -177,6 +177,7 @@ class Recurrence(nn.Module):
         grid: tuple[int, ...],
     ) -> tuple[Carry, list[Routing]]:
         if self.config.checkpoint_loops and torch.is_grad_enabled():
+            carry = None if selection is None else carry  # a checkpoint keeps what it is given, and all tokens are new
             return checkpoint(self._step, t, loops, e_BND, h_BND, carry, selection, grid, use_reentrant=False)
         return self._step(t, loops, e_BND, h_BND, carry, selection, grid)
 
