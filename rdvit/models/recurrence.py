@@ -203,6 +203,8 @@ class Recurrence(nn.Module):
         merger: TokenMerger | None = None,
     ) -> tuple[Carry, list[Routing]]:
         if self.config.checkpoint_loops and torch.is_grad_enabled():
+            if selection is None and merger is None:
+                carry = None  # a checkpoint keeps what it is given, and all tokens are new
             return checkpoint(self._step, t, loops, e_BND, h_BND, carry, selection, grid, merger, use_reentrant=False)
         return self._step(t, loops, e_BND, h_BND, carry, selection, grid, merger)
 
