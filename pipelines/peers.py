@@ -78,7 +78,9 @@ def segment(image: Path, out: Path, mirror: bool) -> None:
     logits = x.clone()
     logits.set_array(inferer(x[None].as_tensor(), network_mirrored)[0])
     labels = Invert(spacing)(logits).argmax(0, keepdim=True)
-    SaveImage(out.parent, output_postfix="", separate_folder=False, print_log=False, output_dtype="uint8")(labels, filename=out)
+    SaveImage(out.parent, output_postfix="", separate_folder=False, print_log=False, output_dtype="uint8")(
+        labels, filename=str(out).removesuffix(".nii.gz")
+    )
 
 
 if __name__ == "__main__":
