@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from rdvit.errors import ModelError
+from rdvit.models.block import Block
 from rdvit.models.segmenter import Segmenter, pad_to_patches
+from rdvit.models.sret import SRet
 
 
 @torch.no_grad()
@@ -24,9 +26,12 @@ def states_and_attention(model: Segmenter, images: Tensor, loops: int | None = N
         model: The network; run in evaluation mode.
         images: (B, C, *space).
         loops: Number of loops; the trained depth where None.
+
+    Raises:
+        ModelError: If the network is no single loop or stack.
     """
     caught: list[Tensor] = []
-    blocks: Any = model.encoder.recurrence.blocks
+    blocks = _blocks(model)
     hooks = [block.attn.qkv.register_forward_hook(lambda module, given, out: caught.append(out)) for block in blocks]
     try:
         encoding = model.eval().encoder.encode(pad_to_patches(images, model.encoder.patch_size), loops, keep_states=True)
@@ -40,6 +45,13 @@ def states_and_attention(model: Segmenter, images: Tensor, loops: int | None = N
         q, k, _ = rearrange(qkv_BND, "b n (three h k) -> three b h n k", three=3, h=model.config.num_heads)
         weights.append((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1))
     return states, weights
+
+
+def _blocks(model: Segmenter) -> list[Block]:
+    """The blocks of the loop or the stack."""
+    if isinstance(model.encoder, SRet):
+        raise ModelError("preset sret has three stages of blocks of their own: steps cannot be looked into or changed there")
+    return [cast(Block, block) for block in model.encoder.recurrence.blocks]
 
 
 def without_heads(proj_DD: Tensor, heads: list[int], num_heads: int) -> Tensor:
@@ -75,8 +87,8 @@ def weight_at_step(model: Segmenter, name: str, step: int, weight: Tensor) -> It
     Raises:
         ModelError: If the block has no such parameter.
     """
-    blocks: Any = model.encoder.recurrence.blocks
-    block: nn.Module = blocks[0 if model.config.shared_block else step]
+    blocks = _blocks(model)
+    block = blocks[0 if model.config.shared_block else step]
     parameters = dict(block.named_parameters())
     if name not in parameters:
         raise ModelError(f"the block has no parameter '{name}'; it has {', '.join(parameters)}")
