@@ -165,13 +165,17 @@ def make_tracker(runs_dir: Path, experiment: str = "rdvit", enabled: bool = True
 
 
 def _never_fails(method: Callable[Concatenate[Tracker, P], R]) -> Callable[Concatenate[Tracker, P], R | None]:
-    """Lets the first exception of any call switch the tracker off instead of stopping the training."""
+    """Lets the first exception of any call switch the tracker off instead of stopping the training.
+
+    A signal waits for a call on a database: within a statement it would leave it locked, also for `end`.
+    """
 
     @functools.wraps(method)
     def guarded(self: Tracker, *args: P.args, **kwargs: P.kwargs) -> R | None:
         if not self.failed:
             try:
-                return method(self, *args, **kwargs)
+                with contextlib.nullcontext() if self._is_server else held():
+                    return method(self, *args, **kwargs)
             except Exception as error:
                 self._switch_off(method.__name__, error)
         return None
@@ -196,6 +200,7 @@ class Tracker(NullTracker):
         self._database = None if uri else runs_dir / "mlflow.db"
         self.uri: str = uri or f"sqlite:///{(runs_dir / 'mlflow.db').as_posix()}"
         self.experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
+        self._is_server = self.uri.partition(":")[0] in SERVER_SCHEMES
         self._client: MlflowClient
         self._system_metrics: Any = None
 
@@ -250,7 +255,7 @@ class Tracker(NullTracker):
         experiment = self._client.get_experiment_by_name(self.experiment)
         if experiment is not None:
             return experiment.experiment_id
-        location = None if self.uri.partition(":")[0] in SERVER_SCHEMES else self._artifacts.as_uri()
+        location = None if self._is_server else self._artifacts.as_uri()
         return self._client.create_experiment(self.experiment, artifact_location=location)
 
     def _start_system_metrics(self) -> None:
@@ -305,7 +310,7 @@ class Tracker(NullTracker):
 
     def _switch_off(self, call: str, error: Exception) -> None:
         if not self.failed:
-            reason = (str(error).splitlines() or [""])[0][:300]
+            reason = " ".join(str(error).split())[:300]
             text = "MLflow tracking is off from here on: %s failed (%s: %s). metrics.csv still holds every epoch."
             logger.warning(text, call, type(error).__name__, reason)
         self.failed = True
@@ -362,6 +367,7 @@ def _import_mlflow_quietly() -> None:
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # tracebacks of what we tell in a line
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a line per retry
 
 

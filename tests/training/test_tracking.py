@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sqlite3
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from rdvit.errors import DataError
+from rdvit.training.signals import Interrupted, stop_signals
 from rdvit.training.tracking import MetricsLog, NullTracker, RunStatus, Tracker, make_tracker
 
 if TYPE_CHECKING:
@@ -181,6 +183,23 @@ def test_a_run_ends_as_told(started: Tracker, status: RunStatus) -> None:
     assert stored_run(started).info.status == "RUNNING"
     started.end(status)
     assert stored_run(started).info.status == status
+
+
+def test_a_signal_waits_for_a_statement(started: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one it would leave the database locked: the run could not be closed, and no other one go on."""
+    finished = []
+
+    def told(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        finished.append(True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(started._client, "log_batch", told)
+        with pytest.raises(Interrupted), stop_signals():
+            started.log_metrics({"loss": 1.0}, step=0)
+    assert finished and not started.failed
+    started.end("KILLED")
+    assert stored_run(started).info.status == "KILLED"
 
 
 def test_resume_continues_the_same_run(started: Tracker, runs_dir: Path) -> None:
