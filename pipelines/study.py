@@ -35,7 +35,7 @@ from rdvit.errors import RdvitError
 from rdvit.evaluation.metrics import dice
 from rdvit.inference.predictor import Predictor
 from rdvit.training.run import Split, make_split, resume_run, start_run
-from rdvit.training.trainer import Interrupted
+from rdvit.training.signals import Interrupted, stop_signals
 
 CROP_MM = 168.0  # holds 99.9 % of the labelled voxels of the 28 ACDC patients of the default setting, 99.4 % of the worst
 CROP = (112, 112)  # pixels of 1.5 mm
@@ -86,15 +86,17 @@ def setting(description: str | None, words: Sequence[str] | None = None) -> Sett
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a study from the command line: messages on standard error, exit code 2 on wrong input, 130 when stopped."""
+    """Run a study from the command line: messages on standard error, exit code 2 on wrong input, 130 or 143 when stopped."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        main()
+        with stop_signals():
+            main()
     except RdvitError as error:
-        sys.exit(f"error: {error}")
-    except Interrupted as signal:
-        print(f"stopped by {signal}; start it again to go on", file=sys.stderr)
-        sys.exit(130)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Interrupted as stop:
+        print(f"stopped by {stop}; start it again to go on", file=sys.stderr)
+        sys.exit(128 + stop.number)
 
 
 # Crops

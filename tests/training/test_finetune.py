@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from rdvit.config import Config
 from rdvit.errors import ConfigError, ModelError
 from rdvit.training.finetune import with_spacing_of_model
 from rdvit.training.run import make_split, resume_run, start_run
-from rdvit.training.trainer import Interrupted, Trainer
+from rdvit.training.signals import Interrupted
+from rdvit.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
 HEAD = ("decoder.out.conv.conv.weight", "decoder.out.conv.conv.bias")
@@ -127,7 +129,7 @@ def test_resumed_is_the_same_training(adapt: Callable[..., tuple[Path, dict[str,
 
     def stop_in_epoch_two(text: str, done: int, total: int) -> None:
         if text.startswith("epoch 2  loss"):
-            raise Interrupted
+            raise Interrupted(signal.SIGTERM)
 
     part = whole.parent / "part"
     with pytest.raises(Interrupted):
