@@ -35,12 +35,13 @@ def test_shipped_presets_resolve_to_what_they_are(dim: str, preset: str) -> None
     assert (model.injection, model.halting) == (("lti", "act") if with_add_ons else ("none", "none"))
     assert bool(model.lora_rank) == model.loop_embedding == with_add_ons
     assert (model.solver, model.step_size) == ("euler", 1.0)
-    assert model.loops == (12 if preset == "bvit" else 6)
+    assert (model.sret is not None) == (preset == "sret")
+    assert model.loops == {"bvit": 12, "sret": 2}.get(preset, 6)
 
 
-def test_stack_and_bvit_are_trained_at_one_depth_and_elastic_systems_at_many() -> None:
+def test_stack_bvit_and_sret_are_trained_at_one_depth_and_elastic_systems_at_many() -> None:
     kinds = {preset: resolve_config("2d", preset).training.loop_sampling.kind for preset in PRESETS}
-    assert {preset for preset, kind in kinds.items() if kind == "fixed"} == {"vit", "bvit"}
+    assert {preset for preset, kind in kinds.items() if kind == "fixed"} == {"vit", "bvit", "sret"}
 
 
 def test_every_shipped_file_is_used() -> None:
@@ -185,7 +186,7 @@ def test_several_faults_are_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_unknown_presets_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'bert' \(one of vit, bvit, rdvit, rdvit-moe, revit, softmor\)"):
+    with pytest.raises(ConfigError, match=r"unknown preset 'bert' \(one of vit, bvit, rdvit, rdvit-moe, revit, softmor, sret\)"):
         resolve_config("2d", "bert")
 
 

@@ -106,6 +106,8 @@ def new_run_folder(out: Path | None, runs: Path, split: Split, config: Config) -
 def start_run(config: Config, split: Split, out: Path | None, runs: Path, track: bool, report: Report) -> dict[str, Any]:
     """Train in a new folder, from scratch or from ``training.finetune``; returns the content of ``summary.json``."""
     config = settle(with_spacing_of_model(config, split.data.class_names), split.train, split.data.class_names)
+    if config.training.finetune is not None:
+        pretrained_weights(config, split.data.class_names)  # what cannot work is refused before a folder is made
     folder = new_run_folder(out, runs, split, config)
     record = split.record | {"run": uuid4().hex}
     write(folder / "split.json", json.dumps(record, indent=2))

@@ -270,7 +270,7 @@ def test_data_that_nobody_named_is_said(
         (["--precision", "fp8"], "training.precision"),
         (["--preset", "resnet"], "unknown preset 'resnet' (one of vit, bvit, rdvit, rdvit-moe, revit, softmor, sret)"),
         (["--moe", "--preset", "vit"], "--moe is preset rdvit-moe and contradicts --preset vit"),
-        (["--fold", "5"], "expected --fold 0 to 4, found 5"),
+        (["--fold", "5"], "expected --fold 0 to 4 or all, found 5"),
         (["--fraction", "0"], "fraction must lie in (0, 1], got 0"),
         (["--data", "none such"], "none such: no such folder or file"),
         (["--config", "none such.yaml"], "none such.yaml: expected a YAML file, found nothing there"),
