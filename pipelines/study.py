@@ -182,17 +182,21 @@ def configure(given: Setting, preset: str, seed: int, model: dict[str, Any], tra
 
 
 def train(given: Setting, config: Config) -> Path:
+    """The run folder of a finished training of a study."""
+    return train_once(make_split(given.data), config, given.out)
+
+
+def train_once(split: Split, config: Config, out: Path) -> Path:
     """The run folder of a finished training; it is made, or continued, where there is none yet."""
-    split = make_split(given.data)
     described = config.model_dump(mode="json")
     described["training"] = {k: v for k, v in described["training"].items() if k not in ("device", "figures_every")}
     key = json.dumps([described, digest(split.train), digest(split.validation)], sort_keys=True)
-    models = given.out / "models"
+    models = out / "models"
     folder = models / f"{config.model.preset}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if (folder / "summary.json").is_file():
         return folder
     if (folder / "state.pt").is_file():
-        resume_run(folder, {}, given.data, models, False, _silent)
+        resume_run(folder, {}, None, models, False, _silent)
     else:
         shutil.rmtree(folder, ignore_errors=True)  # stopped before its first epoch was saved
         start_run(config, split, folder, models, False, _silent)

@@ -186,7 +186,9 @@ def test_several_faults_are_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_unknown_presets_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'bert' \(one of vit, bvit, rdvit, rdvit-moe, revit, softmor, sret\)"):
+    with pytest.raises(
+        ConfigError, match=r"unknown preset 'bert' \(one of vit, bvit, rdvit, rdvit-moe, revit, softmor, sret\)"
+    ):
         resolve_config("2d", "bert")
 
 

@@ -14,6 +14,7 @@ from rdvit.analysis.charts import expert_usage_figure
 from rdvit.analysis.experts import routing_entropy, token_labels, usage_by_structure
 from rdvit.analysis.figures import halting_figure, overlay_montage
 from rdvit.config import Config
+from rdvit.data.components import largest_component
 from rdvit.data.datalist import Case
 from rdvit.data.transforms import Frame, prepare_image, prepare_labels
 from rdvit.data.volume import check_same_grid, read_image, read_labels
@@ -70,6 +71,8 @@ class Validation:
         output_CXYZ = predictor.run(case.image_1XYZ)
         image, reference = case.image_1XYZ[0].numpy(), case.label_1XYZ[0].numpy()
         labels, steps = output_CXYZ[:-1].argmax(0).numpy(), output_CXYZ[-1].numpy()
+        if predictor.keep_largest:
+            labels = labels * largest_component(labels > 0)
         spacing = [s * n / m for s, n, m in zip(case.frame.spacing, case.frame.shape, image.shape, strict=True)][:2]
         names = dict(enumerate(self.class_names.values(), start=1))  # class indices, as the network has them
         figures = {"preview": overlay_montage(image, labels, names, reference, spacing=spacing, title=case.id)}

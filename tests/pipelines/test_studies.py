@@ -98,6 +98,21 @@ def test_a_finished_training_is_not_made_again(
         study.train(given, study.configure(given, "bvit", 1, {}))
 
 
+def test_data_efficiency_compares_systems_at_nested_fractions(study: ModuleType, phantom: Path, tmp_path: Path) -> None:
+    tiny = ["model.embed_dim=32", "model.num_heads=2", "model.stem_channels=4", "model.loops=2", "training.batch_size=1"]
+    given = ["--data", str(phantom), "--out", str(tmp_path), "--presets", "bvit,vit", "--fractions", "1,0.25", "--seeds", "1"]
+    importlib.import_module("data_efficiency").main([*given, "--steps", "1", *(word for s in tiny for word in ("--set", s))])
+    with (tmp_path / "data_efficiency.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["system"], row["patients"]) for row in table] == [("bvit", "1"), ("vit", "1"), ("bvit", "4"), ("vit", "4")]
+    for row in table:
+        structures = [float(row[f"dice_{name}"]) for name in ("RV", "MYO", "LV")]
+        assert float(row["dice"]) == pytest.approx(np.mean(structures))
+    said = (tmp_path / "data_efficiency.md").read_text()
+    assert "bvit less vit at 25 %" in said
+    assert (tmp_path / "data_efficiency.png").stat().st_size > 1000
+
+
 STUDIES = {
     "matched_budget": (3, ["_loop_parameters.png", "_gflops.png", "_cka.png", "_attention.png", "_states.csv"]),
     "beyond_horizon": (5 * 8, [".png"]),

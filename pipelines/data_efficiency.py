@@ -1,0 +1,104 @@
+"""Dice against the number of training patients, of several systems at equal steps: how much do little data cost?
+
+    python pipelines/data_efficiency.py --data path/to/ACDC --presets rdvit,vit --seeds 3 --steps 800
+
+The whole recipe of ``rdvit train`` on whole images, not the reduced setting of the other studies. Fractions are nested, so
+that the 10 % lie inside the 25 %; fold 0 validates. Where there are two systems or more, the first is compared with each of
+the others over the validation patients at the smallest fraction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import study
+
+from rdvit.analysis.charts import seeds_curve
+from rdvit.analysis.figures import save_figure
+from rdvit.config import resolve_config
+from rdvit.data.default import default_data
+from rdvit.training.run import make_split
+
+
+def options(words: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="ACDC, or another data set; as for rdvit train where not given")
+    parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder of table, figure and trainings")
+    parser.add_argument("--dim", choices=("2d", "3d"), default="2d")
+    parser.add_argument("--presets", default="rdvit", help="systems, with commas")
+    parser.add_argument("--fractions", default="0.1,0.25,0.5,1", help="shares of the training patients, with commas")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each system at each fraction")
+    parser.add_argument("--steps", type=int, default=800, help="optimiser steps of each training")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for rdvit train")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Train what is not trained yet, read all scores, write table, figure and paragraph."""
+    given = options(words)
+    source = given.data or default_data()[0]
+    fractions = sorted(float(word) for word in given.fractions.split(","))
+    presets = given.presets.split(",")
+    rows: list[dict[str, Any]] = []
+    patients: dict[str, list[dict[str, float]]] = {preset: [] for preset in presets}
+    for fraction in fractions:
+        split = make_split(source, fraction=fraction)
+        for preset in presets:
+            for seed in range(given.seeds):
+                summary = trained(given, split, preset, seed)
+                rows.append({"system": preset, "fraction": fraction, "seed": seed, **scores(summary)})
+                if fraction == fractions[0]:
+                    patients[preset].append(patient_dice(summary))
+    study.write_results(given.out / "data_efficiency", rows, paragraph(rows, patients, fractions[0]))
+    figure = seeds_curve(rows, "patients", "dice", "system", ("training patients", "Dice"), log=True)
+    save_figure(figure, given.out / "data_efficiency.png")
+
+
+def trained(given: argparse.Namespace, split: study.Split, preset: str, seed: int) -> dict[str, Any]:
+    """The summary of a training, which is made where it is not there yet; validated once, at its end."""
+    per_epoch = min(50, given.steps)
+    length = {"steps_per_epoch": per_epoch, "epochs": max(1, given.steps // per_epoch), "seed": seed, "validate_every": 10**6}
+    config = resolve_config(given.dim, preset, settings=given.set, flags={"training": length})
+    folder = study.train_once(split, config, given.out)
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def scores(summary: dict[str, Any]) -> dict[str, float]:
+    """A row of the table: training patients, mean Dice, Dice of each structure, mean HD95 in mm."""
+    names = summary["class_names"]
+    each = {f"dice_{names[value]}": mean["Dice"] for value, mean in summary["mean"].items()}
+    mean = summary["foreground_mean"]
+    return {"patients": summary["run"]["model"]["patients"], "dice": mean["Dice"], **each, "hd95": mean["HD95"]}
+
+
+def patient_dice(summary: dict[str, Any]) -> dict[str, float]:
+    """Mean Dice of each validation patient, over phases and structures."""
+    found: dict[str, list[float]] = {}
+    for case in summary["metric_per_case"]:
+        values = [metrics["Dice"] for metrics in case["metrics"].values() if metrics["Dice"] is not None]
+        found.setdefault(case["patient"], []).extend(value for value in values if np.isfinite(value))
+    return {patient: float(np.mean(values)) for patient, values in found.items() if values}
+
+
+def paragraph(rows: list[dict[str, Any]], patients: dict[str, list[dict[str, float]]], fraction: float) -> str:
+    """What the numbers say."""
+    seeds = len(next(iter(patients.values())))
+    lines = [f"{seeds} seed{'s' if seeds > 1 else ''}; mean Dice, least and largest in brackets."]
+    for system in patients:
+        own = dict.fromkeys(row["fraction"] for row in rows)
+        parts = [f"{100 * f:g} %: {study.spread_of(rows, system=system, fraction=f)}" for f in own]
+        lines.append(f"{system}: {', '.join(parts)}.")
+    first, *others = patients
+    for other in others:
+        difference, p = study.paired(patients[first], patients[other])
+        lines.append(f"{first} less {other} at {100 * fraction:g} %: {difference:+.4f}, p {p:.3g} (Wilcoxon, patients).")
+    return " ".join(lines)
+
+
+if __name__ == "__main__":
+    study.run(main)
