@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.torch import save as to_bytes
+from scipy.stats import bootstrap
 
 from rdvit.atomic import write
 from rdvit.checkpoint import DESCRIPTION, SHIPPED, WEIGHTS, load_model, save_model
@@ -39,10 +40,11 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("name", help="name of the model in the package")
     parser.add_argument("--figures", type=Path, required=True, help="summary.json on patients that were not trained on")
+    parser.add_argument("--licence", default="CC BY-NC-SA 4.0, that of the training data (ACDC)", help="of the weights")
     parser.add_argument("--data", type=Path, help="data set of the images to compare on; that of the training where not given")
     given = parser.parse_args()
     model, info = load_model(given.run)
-    training = info.training | {"figures": figures(given.figures), "weights": "float16", "commit": commit()}
+    training = info.training | {"figures": figures(given.figures), "weights": "float16", "commit": commit(), "licence": given.licence}
     source = given.data or Path(training.pop("data"))  # where the data lies here is nobody's business
     target = SHIPPED / given.name
     save_model(target, model, replace(info, training=training))
@@ -64,12 +66,31 @@ def main() -> None:
 
 
 def figures(path: Path) -> dict[str, Any]:
-    """What the description says of the accuracy: Dice and HD95 per structure, cases, and how it was measured."""
+    """What the description says of the accuracy: Dice with its 95 % interval over patients, HD95, and how it was measured."""
     summary = json.loads(path.read_text(encoding="utf-8"))
-    names, mean = summary["class_names"], summary["mean"]
-    means = {names[value]: {key: round(float(found[key]), 4) for key in ("Dice", "HD95")} for value, found in mean.items()}
-    run = {key: summary["run"][key] for key in ("split", "loops", "halting", "precision") if key in summary["run"]}
-    return {"mean": means, "foreground_dice": float(np.mean([m["Dice"] for m in means.values()])), "measured": run}
+    structures = {}
+    for value, mean in summary["mean"].items():
+        low, high = interval(summary, value)
+        structures[summary["class_names"][value]] = {
+            "Dice": round(mean["Dice"], 4),
+            "Dice_95": [round(low, 4), round(high, 4)],
+            "HD95_mm": round(mean["HD95"], 2),
+        }
+    run = {key: summary["run"][key] for key in ("split", "loops", "halting", "precision", "keep_largest")}
+    patients = len({case["patient"] for case in summary["metric_per_case"]})
+    dice = round(summary["foreground_mean"]["Dice"], 4)
+    return {"foreground_dice": dice, "structures": structures, "patients": patients, "measured": run}
+
+
+def interval(summary: dict[str, Any], value: str) -> tuple[float, float]:
+    """95 % bootstrap interval (BCa) of a structure's mean Dice, patients drawn with both of their phases."""
+    found: dict[str, list[float]] = {}
+    for case in summary["metric_per_case"]:
+        dice_of_case = case["metrics"][value]["Dice"]  # null where the structure is in neither mask
+        found.setdefault(case["patient"], []).append(np.nan if dice_of_case is None else dice_of_case)
+    means = np.array([np.nanmean(values) for values in found.values()])
+    ends = bootstrap((means,), np.mean, rng=np.random.default_rng(0)).confidence_interval
+    return float(ends.low), float(ends.high)
 
 
 def commit() -> str:

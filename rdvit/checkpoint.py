@@ -137,6 +137,11 @@ def shipped_models() -> list[str]:
     return sorted(path.parent.name for path in SHIPPED.glob(f"*/{DESCRIPTION}"))
 
 
+def shown_name(folder: Path) -> str:
+    """How a message names a model: its folder, or that it is one of the package."""
+    return f"{folder.name}, shipped with rdvit" if folder.parent == SHIPPED else str(folder)
+
+
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the training state (tensors, numbers, strings, lists and dictionaries of them); the one before is kept.
 

@@ -176,7 +176,10 @@ def test_newest_finished_run_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runs", ["missing", "empty"])
-def test_no_finished_run_is_an_error_that_says_what_to_do(runs: str, tmp_path: Path) -> None:
+def test_no_finished_run_and_no_shipped_model_is_an_error_that_says_what_to_do(
+    runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path / "no weights")
     make_run(tmp_path / "empty", "running", None)
     with pytest.raises(ModelError, match=r"no finished run.*rdvit train"):
         find_model(None, tmp_path / runs)

@@ -72,7 +72,7 @@ def evaluate(
 
 
 def _score_model(data: Path | None, split: str, model: str | None, how: tuple[Any, ...], runs: Path) -> list[dict[str, Any]]:
-    from rdvit.checkpoint import find_model, load_model
+    from rdvit.checkpoint import find_model, load_model, shown_name
     from rdvit.data.datalist import load_data, select
     from rdvit.data.default import default_data
     from rdvit.evaluation.summary import summarize
@@ -90,7 +90,7 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
         raise DataError(f"classes {dataset.class_names} of the data are not the model's {info.class_names}", file=source)
     cases = select(dataset, split)
     predictor = Predictor(network, info, device, precision, keep_largest)
-    console().print(f"model: {folder}; data: {source} ({why}), split {split}, {len(cases)} cases")
+    console().print(f"model: {shown_name(folder)}; data: {source} ({why}), split {split}, {len(cases)} cases")
     _warn_of_training_cases(info.training, dataset, cases)
     summaries = []
     with progress_bar() as report:

@@ -62,7 +62,7 @@ def infer(
 
     import_monai()
     from rdvit import __version__
-    from rdvit.checkpoint import DESCRIPTION, WEIGHTS, find_model, load_model
+    from rdvit.checkpoint import DESCRIPTION, WEIGHTS, find_model, load_model, shown_name
     from rdvit.inference.batch import digest
     from rdvit.inference.predictor import Predictor
     from rdvit.models.merging import Merging
@@ -86,7 +86,7 @@ def infer(
         if left:
             network, info = load_model(folder)
             predictor = Predictor(network, info, device, precision, keep_largest, merging)
-            console().print(f"model: {folder} ({predictor.precision.name}: {predictor.precision.reason})")
+            console().print(f"model: {shown_name(folder)} ({predictor.precision.name}: {predictor.precision.reason})")
             _segment_all(left, predictor, wishes, settings, overwrite, done, failures)
     finally:  # also of a run that was stopped
         order = {str(file): number for number, file in enumerate(targets)}
