@@ -44,7 +44,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="data set of the images to compare on; that of the training where not given")
     given = parser.parse_args()
     model, info = load_model(given.run)
-    training = info.training | {"figures": figures(given.figures), "weights": "float16", "commit": commit(), "licence": given.licence}
+    training = info.training | {
+        "figures": figures(given.figures),
+        "weights": "float16",
+        "commit": commit(),
+        "licence": given.licence,
+    }
     source = given.data or Path(training.pop("data"))  # where the data lies here is nobody's business
     target = SHIPPED / given.name
     save_model(target, model, replace(info, training=training))
