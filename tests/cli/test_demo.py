@@ -21,7 +21,7 @@ def test_demo_from_nothing_to_a_segmented_heart(rdvit: Callable[..., CompletedPr
     loops = (out / "evaluation" / "loops.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in loops] == ["loops", "1", "2", "4", "6", "12"]
     written = {path.name for path in (out / "segmentations").iterdir()}
-    ends = ("seg.nii.gz", "halting.nii.gz", "entropy.nii.gz", "preview.png")
+    ends = ("seg.nii.gz", "halting.nii.gz", "entropy.nii.gz", "preview.png", "result.json")
     assert written == {"run.json", *(f"patient001_frame01_{end}" for end in ends)}
     assert (out / "runs" / "mlflow.db").is_file()
 
