@@ -23,9 +23,9 @@ from rdvit.models.segmenter import Halting, Segmenter, crop
 
 SLICES_PER_BATCH = 4
 OVERLAP = 0.5
-# Larger volumes are tiled: attention over a window grows with the square of its tokens, and windows much larger than the
-# training crops would spread it over many more tokens than it has learned from.
-WINDOW_IN_PLANE, WINDOW_SLICES = 160, 20
+# Larger volumes are tiled: attention over a window grows with the square of its tokens. Most hearts at 1.5 mm fit: taken as a
+# whole, volumes of ACDC have a higher Dice (.810 against .806 in windows of 160) in 0.57 of the time.
+WINDOW_IN_PLANE, WINDOW_SLICES = 288, 20
 
 
 @dataclass(frozen=True, eq=False)
