@@ -164,15 +164,25 @@ def _header(file: Path, folder: Path) -> Any:
         raise DataError(f"cannot be read as DICOM: {error or type(error).__name__}", file=file) from error
 
 
-def _check_lengths(file: Path) -> None:
-    """Refuse a file with an element longer than the file itself: GDCM would take that memory, up to 4 GB, before it noticed."""
+def _check_elements(file: Path) -> None:
+    """Refuse what makes GDCM take up to 4 GB before it notices that the file is damaged.
+
+    That is an element longer than the file itself, or one of the file's meta information whose type the standard does not
+    know (CVE-2026-3650).
+    """
     import pydicom
+    from pydicom.valuerep import VR
 
     size = file.stat().st_size
     try:
-        elements = list(pydicom.dcmread(file, defer_size=1024).values())  # long values are passed over, not read
+        dataset = pydicom.dcmread(file, defer_size=1024)  # long values are passed over, not read
+        meta = list(dataset.file_meta.values())
+        elements = [*meta, *dataset.values()]
     except Exception as error:  # as above
         raise DataError(f"cannot be read as DICOM: {error or type(error).__name__}", file=file) from error
+    if unknown := [element for element in meta if str(element.VR) not in set(VR)]:
+        what = f"element {unknown[0].tag} has the type {str(unknown[0].VR)!r}, which DICOM does not know"
+        raise DataError(f"its meta information is damaged: {what}", file=file)
     for element in elements:
         length = getattr(element, "length", _UNDEFINED_LENGTH)  # a sequence has been read to its end already
         if length != _UNDEFINED_LENGTH and element.value_tell + length > size:
@@ -304,7 +314,7 @@ def _check_even(places_mm: list[float], folder: Path) -> None:
 
 def _pixels(image: Slice) -> np.ndarray:
     """(X, Y) values of one file, rescaled; each file by itself, because slopes may differ within a series."""
-    _check_lengths(image.file)
+    _check_elements(image.file)
     try:
         pixels_ZYX = sitk.GetArrayFromImage(sitk.ReadImage(str(image.file), imageIO="GDCMImageIO"))
     except RuntimeError as error:

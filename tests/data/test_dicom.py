@@ -165,6 +165,20 @@ def test_an_element_longer_than_its_file_is_refused_before_memory_is_taken(folde
         read_image(folder)
 
 
+def test_meta_information_of_an_unknown_type_is_refused_before_gdcm_sees_it(folder: Path) -> None:
+    """CVE-2026-3650: GDCM 3.2.2 allocates without end there."""
+    file = folder / "IM003"
+    content = file.read_bytes()
+    place = content.index(b"\x02\x00\x10\x00UI")  # transfer syntax, explicit VR
+    file.write_bytes(content[: place + 4] + b"QQ" + content[place + 6 :])
+    with pytest.raises(DataError, match="IM003"):
+        read_image(folder)
+    place = content.index(b"\x02\x00\x03\x00UI")  # SOP instance, which pydicom itself does not need
+    file.write_bytes(content[: place + 4] + b"QQ" + content[place + 6 :])
+    with pytest.raises(DataError, match=r"IM003: its meta information is damaged: element .* has the type 'QQ'"):
+        read_image(folder)
+
+
 def test_doubled_frames_without_times_are_refused(tmp_path: Path) -> None:
     for z in range(3):
         for t in range(2):
