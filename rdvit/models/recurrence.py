@@ -76,6 +76,16 @@ class Carry(NamedTuple):
     memory: KeysValues
 
 
+class Turn(NamedTuple):
+    """Which loop it is, and what holds for all its evaluations."""
+
+    t: int
+    loops: int
+    grid: tuple[int, ...]
+    selection: Selection | None = None
+    merger: TokenMerger | None = None
+
+
 class Recurrence(nn.Module):
     """The loop with its parts, as the configuration chooses them.
 
@@ -131,7 +141,7 @@ class Recurrence(nn.Module):
                 break  # every token has halted
             before_BND = h_BND
             with self._gradient(t, loops):
-                carry, routing = self._run_step(t, loops, e_BND, h_BND, carry, selection, grid, merger)
+                carry, routing = self._run_step(Turn(t, loops, grid, selection, merger), e_BND, h_BND, carry)
                 h_BND = carry.h_BND
                 before_BND = before_BND if merger is None else merger.align(before_BND)
                 if halts_B is not None and t == 0:
@@ -191,62 +201,33 @@ class Recurrence(nn.Module):
                 "halting 'act' was asked for, but this model was built without a halting head", hint="halting none"
             )
 
-    def _run_step(
-        self,
-        t: int,
-        loops: int,
-        e_BND: Tensor,
-        h_BND: Tensor,
-        carry: Carry | None,
-        selection: Selection | None,
-        grid: tuple[int, ...],
-        merger: TokenMerger | None = None,
-    ) -> tuple[Carry, list[Routing]]:
+    def _run_step(self, turn: Turn, e_BND: Tensor, h_BND: Tensor, carry: Carry | None) -> tuple[Carry, list[Routing]]:
         if self.config.checkpoint_loops and torch.is_grad_enabled():
-            if selection is None and merger is None:
+            if turn.selection is None and turn.merger is None:
                 carry = None  # a checkpoint keeps what it is given, and all tokens are new
-            return checkpoint(self._step, t, loops, e_BND, h_BND, carry, selection, grid, merger, use_reentrant=False)
-        return self._step(t, loops, e_BND, h_BND, carry, selection, grid, merger)
+            return checkpoint(self._step, turn, e_BND, h_BND, carry, use_reentrant=False)
+        return self._step(turn, e_BND, h_BND, carry)
 
-    def _step(
-        self,
-        t: int,
-        loops: int,
-        e_BND: Tensor,
-        h_BND: Tensor,
-        carry: Carry | None,
-        selection: Selection | None,
-        grid: tuple[int, ...],
-        merger: TokenMerger | None = None,
-    ) -> tuple[Carry, list[Routing]]:
+    def _step(self, turn: Turn, e_BND: Tensor, h_BND: Tensor, carry: Carry | None) -> tuple[Carry, list[Routing]]:
         """One step of the solver; the routing of each of its evaluations."""
         routings: list[Routing] = []
 
         def loop(z_BND: Tensor) -> Tensor:
             nonlocal carry
-            carry, routing = self._evaluate(t, loops, e_BND, z_BND, carry, selection, grid, merger)
+            carry, routing = self._evaluate(turn, e_BND, z_BND, carry)
             routings.extend([] if routing is None else [routing])
             return carry.h_BND
 
-        align = {} if merger is None else {"align": merger.align}
+        align = {} if turn.merger is None else {"align": turn.merger.align}
         new_BND = solver_step(self.config.solver, loop, h_BND, self.config.step_size, **align)
         assert carry is not None
-        if selection is not None and self.config.step_size != 1:
-            new_BND = selection.freeze(h_BND, new_BND)  # (1 - dt) h + dt h need not be h
+        if turn.selection is not None and self.config.step_size != 1:
+            new_BND = turn.selection.freeze(h_BND, new_BND)  # (1 - dt) h + dt h need not be h
         return carry._replace(h_BND=new_BND), routings
 
-    def _evaluate(
-        self,
-        t: int,
-        loops: int,
-        e_BND: Tensor,
-        h_BND: Tensor,
-        carry: Carry | None,
-        selection: Selection | None,
-        grid: tuple[int, ...],
-        merger: TokenMerger | None = None,
-    ) -> tuple[Carry, Routing | None]:
+    def _evaluate(self, turn: Turn, e_BND: Tensor, h_BND: Tensor, carry: Carry | None) -> tuple[Carry, Routing | None]:
         """F, one loop: block input, block, LoRA, injection; halted tokens keep all they had."""
+        t, loops, grid, selection, merger = turn
         e_BND = e_BND if carry is None else carry.e_BND
         if selection is None or carry is None:
             u_BND = self._block_input(h_BND, e_BND, t)

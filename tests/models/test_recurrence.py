@@ -16,7 +16,7 @@ from rdvit.config import ExpertsConfig, ModelConfig
 from rdvit.errors import ModelError
 from rdvit.models.build import count_parameters
 from rdvit.models.depth import loop_embedding
-from rdvit.models.recurrence import LoopRecord, Recurrence
+from rdvit.models.recurrence import LoopRecord, Recurrence, Turn
 
 ConfigMaker = Callable[..., ModelConfig]
 Randomize = Callable[[nn.Module], None]
@@ -355,7 +355,7 @@ def test_truncated_gradient_is_that_of_the_last_loops(small_config: ConfigMaker,
     with torch.no_grad():
         h_BND = loop(e_BND, (4, 5), 3).tokens_BND
     for t in (3, 4):
-        h_BND = loop._step(t, 5, e_BND, h_BND, None, None, (4, 5))[0].h_BND
+        h_BND = loop._step(Turn(t, 5, (4, 5)), e_BND, h_BND, None)[0].h_BND
     h_BND.square().mean().backward()
     for name, expected in {"e": e_BND.grad, **{name: p.grad for name, p in loop.named_parameters()}}.items():
         torch.testing.assert_close(ours[name], expected)

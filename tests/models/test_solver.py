@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rdvit.config import ExpertsConfig, ModelConfig
-from rdvit.models.recurrence import Recurrence
+from rdvit.models.recurrence import Recurrence, Turn
 from rdvit.models.solver import Solver, solver_step
 
 ConfigMaker = Callable[..., ModelConfig]
@@ -127,7 +127,7 @@ def test_a_step_is_made_of_whole_loops(small_config: ConfigMaker, randomize: Ran
     e = tokens()
 
     def f(z: Tensor) -> Tensor:
-        carry, _ = plain._evaluate(0, 1, e, z, None, None, GRID)
+        carry, _ = plain._evaluate(Turn(0, 1, GRID), e, z, None)
         return carry.h_BND
 
     with torch.no_grad():
