@@ -51,6 +51,7 @@ def main() -> None:
         "licence": given.licence,
     }
     source = given.data or Path(training.pop("data"))  # where the data lies here is nobody's business
+    training["dataset"] = load_data(source).name
     target = SHIPPED / given.name
     save_model(target, model, replace(info, training=training))
     tensors = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}

@@ -278,9 +278,11 @@ def test_models_that_are_missing_or_damaged(segment: Segment, image: Path, tiny_
     refused(segment(image, "--model", damaged), "damaged model description")
 
 
-def test_no_finished_run(rdvit: Rdvit, image: Path, tmp_path: Path) -> None:
+def test_without_a_run_the_model_of_the_package_segments_and_says_so(rdvit: Rdvit, image: Path, tmp_path: Path) -> None:
     outcome = rdvit("infer", image, "--out", tmp_path / "out", "--runs", tmp_path / "runs")
-    refused(outcome, "no finished run under")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "model: acdc-2d, shipped with rdvit" in outcome.stderr
+    assert (tmp_path / "out" / "patient001_frame01_seg.nii.gz").is_file()
 
 
 def test_options_that_cannot_work(segment: Segment, image: Path) -> None:
