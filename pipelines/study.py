@@ -25,7 +25,7 @@ import numpy as np
 from scipy import ndimage
 from scipy.stats import wilcoxon
 
-from rdvit.atomic import atomic
+from rdvit.atomic import atomic, write
 from rdvit.checkpoint import load_model
 from rdvit.config import Config, merge, resolve_config
 from rdvit.data.datalist import Case, digest, load_data, select
@@ -128,8 +128,7 @@ def heart_crops(split: Split, out: Path, size_mm: float = CROP_MM) -> Path:
                 kept, total = kept + inside, total + int((labels.array > 0).sum())
     content["labelled_voxels_inside"] = kept / max(total, 1)
     _log.info("crops of %g mm hold %.2f %% of the labelled voxels", size_mm, 100 * kept / max(total, 1))
-    with atomic(listed) as path:
-        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write(listed, json.dumps(content, indent=1))
     return listed
 
 
@@ -210,8 +209,7 @@ def patient_dice(given: Setting, folder: Path, loops: int | None = None) -> dict
         return json.loads(kept.read_text(encoding="utf-8"))
     model, info = load_model(folder)
     scores = score(given, Predictor(model, info, given.device), loops)
-    with atomic(kept) as path:
-        path.write_text(json.dumps(scores), encoding="utf-8")
+    write(kept, json.dumps(scores))
     return scores
 
 
@@ -255,8 +253,7 @@ def write_results(path: Path, rows: Sequence[Mapping[str, Any]], paragraph: str)
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
-    with atomic(path.with_suffix(".md")) as temporary:
-        temporary.write_text(paragraph + "\n", encoding="utf-8")
+    write(path.with_suffix(".md"), paragraph + "\n")
     print(paragraph)
 
 

@@ -86,7 +86,7 @@ def open_image(path: Path, series: str | None = None) -> nib.Nifti1Pair:
 
 
 def write_image(image: nib.Nifti1Image, path: Path) -> Path:
-    """Write an image that was made here as .nii.gz, whole or not at all; real numbers as float32.
+    """Write an image that was made here as .nii or .nii.gz, whole or not at all; real numbers as float32.
 
     Raises:
         DataError: It cannot be written.

@@ -12,7 +12,7 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 
-from rdvit.atomic import atomic
+from rdvit.data.files import write_image
 from rdvit.data.volume import Volume
 from rdvit.errors import DataError
 
@@ -82,13 +82,7 @@ def _write(path: Path, array_XYZ: np.ndarray, like: Volume, description: str, ov
         raise DataError(message, file=path)
     if path.exists() and not overwrite:
         raise DataError("exists already", file=path, hint="--overwrite replaces it")
-    image = _image_like(array_XYZ, like, description)
-    try:
-        with atomic(path) as temporary:
-            image.to_filename(temporary)
-    except OSError as error:
-        raise DataError(f"cannot be written: {error.strerror or error}", file=path) from error
-    return path
+    return write_image(_image_like(array_XYZ, like, description), path)
 
 
 def _image_like(array_XYZ: np.ndarray, like: Volume, description: str) -> nib.Nifti1Image:

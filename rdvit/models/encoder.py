@@ -149,6 +149,15 @@ def sincos_position(grid: tuple[int, ...], embed_dim: int, device: torch.device 
     return nn.functional.pad(position_ND, (0, embed_dim - position_ND.shape[1]))
 
 
+def embed(token_map: Tensor, norm: nn.LayerNorm, config: ModelConfig) -> Tensor:
+    """Tokens (B, N, D) from a stem's map (B, D, *grid): normed, with the configured position."""
+    x_BND = norm(token_map.flatten(2).transpose(1, 2).to(norm.weight.dtype))
+    if config.position == "sincos":
+        grid = tuple(token_map.shape[2:])
+        x_BND = x_BND + sincos_position(grid, x_BND.shape[-1], x_BND.device).to(x_BND.dtype)
+    return x_BND
+
+
 @dataclass
 class Encoding:
     """Encoder output.
@@ -223,9 +232,7 @@ class RecurrentViT(nn.Module):
             raise ModelError(f"expected image sizes that are multiples of the patch {self.patch_size}, found {sizes}")
         grid = tuple(s // p for s, p in zip(sizes, self.patch_size, strict=True))
         token_map, skips = self.stem(images)
-        e_BND = self.embed_norm(token_map.flatten(2).transpose(1, 2).to(self.embed_norm.weight.dtype))
-        if self.config.position == "sincos":
-            e_BND = e_BND + sincos_position(grid, e_BND.shape[-1], e_BND.device).to(e_BND.dtype)
+        e_BND = embed(token_map, self.embed_norm, self.config)
         for block in self.prelude:
             e_BND = block(e_BND, grid)[0]
         loops = self.config.loops if loops is None else loops

@@ -25,7 +25,7 @@ from rdvit.config import ModelConfig
 from rdvit.errors import ModelError
 from rdvit.models.attention import Attention, mix
 from rdvit.models.block import layer_norm
-from rdvit.models.encoder import ConvStem, Encoding, init_weights, sincos_position, split_patch
+from rdvit.models.encoder import ConvStem, Encoding, embed, init_weights, split_patch
 from rdvit.models.merging import Merging, TokenMerger
 from rdvit.models.recurrence import LoopRecord, relative_step
 
@@ -256,9 +256,7 @@ class SRet(nn.Module):
         self._check(loops, halts_B, early, merging)
         grid = tuple(s // p for s, p in zip(images.shape[2:], self.stem_patch, strict=True))
         token_map, skips = self.stem(images)
-        x_BND = self.embed_norm(token_map.flatten(2).transpose(1, 2).to(self.embed_norm.weight.dtype))
-        if self.config.position == "sincos":
-            x_BND = x_BND + sincos_position(grid, x_BND.shape[-1], x_BND.device).to(x_BND.dtype)
+        x_BND = embed(token_map, self.embed_norm, self.config)
         residuals: list[Tensor] = []
         tokens = merged = 0
         for i, stage in enumerate(self.stages):
