@@ -34,7 +34,8 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME where not given.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Run folder to continue; --epochs and --max-minutes may grow.")] = None,
     finetune: Annotated[
-        str | None, typer.Option(help="Model folder or name of a run to start from; its network is kept.")
+        str | None,
+        typer.Option(help="Model folder or name of a run to start from; its network is kept, or grows: --dim 3d, --moe."),
     ] = None,
     train_only: Annotated[
         Literal["lora", "norms", "head"] | None,
@@ -115,19 +116,25 @@ def _preset(preset: str | None, moe: bool) -> str | None:
 def _of_model(
     folder: Path, wanted: tuple[str | None, str | None], file: Path | None, settings: list[str] | None, flags: dict[str, Any]
 ) -> Config:
-    """The configuration that fine-tunes a model; ``wanted`` are the dimensions and the preset, where they were given."""
+    """The configuration that fine-tunes a model; ``wanted`` are the dimensions and the preset, where they were given.
+
+    Slices may become volumes, and rdvit rdvit-moe; everything else is the network of the model.
+    """
     from rdvit.checkpoint import load_info
     from rdvit.config import resolve_config
+    from rdvit.models.growth import inherited
 
     network = load_info(folder).config.model
     there = (f"{network.spatial_dims}d", network.preset)
-    for asked, found in zip(wanted, there, strict=True):
-        if asked not in (None, found):
+    chosen = (wanted[0] or there[0], wanted[1] or there[1])
+    for found, asked in zip(there, chosen, strict=True):
+        if asked != found and (found, asked) not in (("2d", "3d"), ("rdvit", "rdvit-moe")):
             raise ConfigError(
                 f"fine-tuning keeps the network of its model, {' '.join(there)}; {asked} was asked for", file=folder
             )
     flags["training"]["finetune"] = str(folder)
-    return resolve_config(*there, file, settings, flags, {"model": network.model_dump(mode="json")})
+    model = network.model_dump(mode="json") if chosen == there else inherited(network, int(chosen[0][0]))
+    return resolve_config(*chosen, file, settings, flags, {"model": model})
 
 
 def _flags(**values: Any) -> dict[str, Any]:

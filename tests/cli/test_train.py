@@ -146,13 +146,29 @@ def test_finetune_says_the_share_and_loads_as_any_model(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--dim", "3d"], "fine-tuning keeps the network of its model, 2d rdvit; 3d was asked for"),
-        (["--moe"], "2d rdvit; rdvit-moe was asked for"),
+        (["--preset", "bvit"], "fine-tuning keeps the network of its model, 2d rdvit; bvit was asked for"),
+        (["--moe"], "the dense feed-forward has 88 hidden units, shared and 2 chosen of 8 experts have 256 + 256"),
+        (["--dim", "3d", "--train-only", "lora"], "freezes the rest, but the network grows and its new parts are fresh"),
         (["--set", "model.num_heads=4"], "num_heads is 2 there, 4 here"),
     ],
 )
 def test_finetune_keeps_the_network(rdvit: Rdvit, trained_run: Path, phantom: Path, words: list[str], expected: str) -> None:
     refused(rdvit("-q", "train", "--finetune", trained_run, "--data", phantom, "--no-mlflow", *words), expected)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_slices_become_volumes_and_experts(
+    rdvit: Rdvit, trained_run: Path, phantom: Path, tiny_flags: list[str], tmp_path: Path
+) -> None:
+    flags = ["--set", "training.steps_per_epoch=2", "--set", "training.batch_size=2", *tiny_flags[-7:]]
+    flags += ["--set", "model.experts.hidden_dim=22", "--set", "data.crop_size=auto", "--set", "model.patch_size=auto"]
+    words = ("--dim", "3d", "--moe", "--finetune", trained_run, "--data", phantom, "--out", tmp_path / "run", "--no-mlflow")
+    outcome = rdvit("train", *words, "--runs", trained_run.parent, *flags, "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    model = json.loads(outcome.stdout)["run"]["model"]
+    assert model["preset"] == "rdvit-moe" and model["finetuned_from"] == str(trained_run)
+    back = rdvit("train", "--dim", "2d", "--finetune", tmp_path / "run", "--data", phantom, "--no-mlflow")
+    refused(back, "keeps the network of its model, 3d rdvit-moe; 2d was asked for")
 
 
 # Stopped by a signal
