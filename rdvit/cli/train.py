@@ -57,8 +57,14 @@ def train(
     """
     if fold not in ("0", "1", "2", "3", "4", "all"):
         raise ConfigError(f"expected --fold 0 to 4 or all, found {fold}")
-    if resume is not None and (finetune is not None or train_only is not None):
-        raise ConfigError("--resume continues a run as it began; --finetune and --train-only begin a new one")
+    begin = {
+        **{"--dim": dim, "--preset": preset, "--config": config, "--out": out, "--seed": seed, "--set": settings or None},
+        **{"--finetune": finetune, "--train-only": train_only, "--moe": moe or None},
+        **{"--fraction": None if fraction == 1 else fraction, "--fold": None if fold == "0" else fold},
+    }
+    given = [name for name, value in begin.items() if value is not None]
+    if resume is not None and given:
+        raise ConfigError(f"--resume continues a run as it began; {' and '.join(given)} begin a new one")
     if train_only is not None and finetune is None:
         raise ConfigError("--train-only freezes the rest of a trained model, which --finetune MODEL names")
     with _stoppable():

@@ -27,6 +27,7 @@ from rdvit.inference.cases import score_cases
 from rdvit.inference.predictor import Predictor
 from rdvit.models.build import all_parameters, build_segmenter, count_parameters
 from rdvit.training.finetune import pretrained_weights, with_spacing_of_model
+from rdvit.training.lock import sole_training
 from rdvit.training.signals import Interrupted, held
 from rdvit.training.tracking import RUN_TAG, NullTracker, make_tracker
 from rdvit.training.trainer import Report, Trainer
@@ -112,7 +113,8 @@ def start_run(config: Config, split: Split, out: Path | None, runs: Path, track:
     record = split.record | {"run": uuid4().hex}
     write(folder / "split.json", json.dumps(record, indent=2))
     write(folder / "config.yaml", config.to_yaml())  # last: from here on it is a run that can be resumed
-    return _run(config, split, folder, record["run"], make_tracker(runs, enabled=track), report)
+    with sole_training(folder):
+        return _run(config, split, folder, record["run"], make_tracker(runs, enabled=track), report)
 
 
 def resume_run(
@@ -130,6 +132,7 @@ def resume_run(
 
     Raises:
         DataError: If the data is no longer what the run began with.
+        ConfigError: If there is no run, or another process trains in it.
     """
     if not all((folder / name).is_file() for name in ("config.yaml", "split.json")):
         raise ConfigError("no run to resume: expected config.yaml and split.json", file=folder)
@@ -140,8 +143,9 @@ def resume_run(
     for part in ("train", "validation"):
         if split.record[f"{part}_digest"] != record[f"{part}_digest"]:
             raise DataError(f"the {part} cases differ from those the run began with", file=folder / "split.json")
-    write(folder / "config.yaml", config.to_yaml())
-    return _run(config, split, folder, record.get("run", ""), make_tracker(runs, enabled=track), report)
+    with sole_training(folder):
+        write(folder / "config.yaml", config.to_yaml())
+        return _run(config, split, folder, record.get("run", ""), make_tracker(runs, enabled=track), report)
 
 
 def _run(config: Config, split: Split, folder: Path, name: str, tracker: NullTracker, report: Report) -> dict[str, Any]:

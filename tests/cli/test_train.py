@@ -290,7 +290,7 @@ def test_data_that_nobody_named_is_said(
         (["--fraction", "0"], "fraction must lie in (0, 1], got 0"),
         (["--data", "none such"], "none such: no such folder or file"),
         (["--config", "none such.yaml"], "none such.yaml: expected a YAML file, found nothing there"),
-        (["--resume", "none such"], "none such: no run to resume"),
+        (["--resume", "some", "--set", "seed=1"], "--resume continues a run as it began; --out and --set begin a new one"),
         (["--finetune", "none such"], "no model 'none such'"),
         (["--finetune", "some", "--resume", "some"], "--resume continues a run as it began"),
         (["--train-only", "lora"], "--train-only freezes the rest of a trained model, which --finetune MODEL names"),
@@ -300,6 +300,10 @@ def test_wrong_options_are_one_line(rdvit: Rdvit, phantom: Path, tmp_path: Path,
     out = tmp_path / "runs" / "run"
     refused(rdvit("-q", "train", "--data", phantom, "--out", out, "--no-mlflow", *words), expected)
     assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_to_resume(rdvit: Rdvit, tmp_path: Path) -> None:
+    refused(rdvit("train", "--resume", tmp_path / "none", "--no-mlflow"), "none: no run to resume")
 
 
 def test_an_existing_run_is_kept(rdvit: Rdvit, trained_run: Path, phantom: Path, tiny_flags: list[str]) -> None:
