@@ -44,7 +44,9 @@ def acdc(
     source: Annotated[Path, typer.Argument(help="ACDC folder: that with training/, or the one with the patients.")],
     out: Annotated[Path, typer.Argument(help="File to make; --data of the other commands takes it.")],
     pack: Annotated[bool, typer.Option("--pack", help="One file with the labelled frames.")] = False,
-    max_mb: Annotated[float, typer.Option(min=0.001, help="Largest size in MB; it settles how finely intensities are kept.")] = 48.0,
+    max_mb: Annotated[
+        float, typer.Option(min=0.001, help="Largest size in MB; it settles how finely intensities are kept.")
+    ] = 48.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON on standard output.")] = False,
 ) -> None:
