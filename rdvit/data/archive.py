@@ -19,14 +19,8 @@ from rdvit.data.limits import VARIABLE, limit_gb
 from rdvit.errors import DataError
 
 _CHUNK_BYTES = 4096  # zipfile takes so much compressed data at once, and bzip2 makes at most 80 MB of that
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    ValueError,
-    RuntimeError,
-)  # also: encrypted, unknown method
+# What zipfile raises; RuntimeError where a member is encrypted or its method unknown.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError, RuntimeError)
 
 _folders: dict[tuple[Path, int, int], Path] = {}  # of each archive: path, size and time; so that a new one is seen
 
