@@ -16,7 +16,9 @@ MONTAGE_CASES = 40
 
 
 def check(
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="ACDC, nnU-Net or Decathlon folder, or JSON list.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="ACDC, nnU-Net or Decathlon folder, a zip of one, or JSON list.")
+    ],
     montage: Annotated[Path | None, typer.Option(help="PNG of the cases with their labels and L/R marks.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a montage that exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON on standard output.")] = False,

@@ -23,7 +23,7 @@ def train(
     moe: Annotated[bool, typer.Option("--moe/--no-moe", help="Mixture of experts in the block (preset rdvit-moe).")] = False,
     preset: Annotated[str | None, typer.Option(help="vit, bvit, rdvit, rdvit-moe, revit, softmor or sret.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with what differs from the preset.")] = None,
-    data: Annotated[Path | None, typer.Option(help="ACDC, nnU-Net or Decathlon folder, or JSON list.")] = None,
+    data: Annotated[Path | None, typer.Option(help="ACDC, nnU-Net or Decathlon folder, a zip of one, or JSON list.")] = None,
     fraction: Annotated[float, typer.Option(help="Share of the training patients, in (0, 1].")] = 1.0,
     fold: Annotated[str, typer.Option(help="Fold that validates, 0 to 4; all: every patient trains.")] = "0",
     epochs: Annotated[int | None, typer.Option(help="Epochs; the learning rate is planned over them.")] = None,

@@ -1,6 +1,7 @@
 """Data sets as lists of cases: what is there, which patients train and which are held out.
 
 Three layouts are understood: an ACDC folder, an nnU-Net or Decathlon folder, and a JSON data list as MONAI uses it.
+A folder may also come as one zip archive.
 Every split is by patient, because two frames of one heart share their anatomy, and stratified by pathology group.
 """
 
@@ -13,13 +14,14 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rdvit.data import acdc
+from rdvit.data.archive import is_archive, unpack
 from rdvit.data.volume import read_labels
 from rdvit.errors import DataError
 
@@ -61,7 +63,7 @@ class DataList:
 
     Attributes:
         name: For messages and records.
-        root: Its folder.
+        root: Its folder or archive, or the folder of its list.
         cases: All cases, in a fixed order.
         class_names: Label value to class name, without the background.
         splits: Named splits of a JSON list, name to case ids; empty otherwise.
@@ -80,11 +82,11 @@ def is_plain_name(name: str) -> bool:
 
 
 def load_data(path: str | Path, problems: list[str] | None = None) -> DataList:
-    """Find out which of the three layouts a path has, and list its cases.
+    """Find out which of the layouts a path has, and list its cases.
 
     Args:
         path: An ACDC folder (with training/, or training/ or testing/ itself), a folder with imagesTr/ and labelsTr/,
-            or a .json file.
+            a zip archive with the content of one of these, or a .json file.
         problems: Where given, what is wrong with single cases is noted here, and they are left out, instead of raised.
 
     Raises:
@@ -92,8 +94,10 @@ def load_data(path: str | Path, problems: list[str] | None = None) -> DataList:
     """
     path = Path(path)
     if path.is_file():
+        if is_archive(path):
+            return replace(load_data(unpack(path), problems), root=path)
         if path.suffix.lower() != ".json":
-            raise DataError("expected a data set folder or a .json data list", file=path)
+            raise DataError("expected a data set folder, a zip archive of one, or a .json data list", file=path)
         return _load_json(path, problems)
     if not path.is_dir():
         raise DataError("no such folder or file", file=path)

@@ -32,7 +32,7 @@ def check_promise(shape: Sequence[int], item_bytes: int, path: Path, start: int 
         ConfigError: ``RDVIT_MAX_GB`` is not a number above 0.
     """
     promised = prod(int(size) for size in shape) * item_bytes
-    limit = _limit_gb()
+    limit = limit_gb()
     if promised > limit * 1e9:
         message = f"its header promises {promised / 1e9:.3g} GB of voxels, shape {_times(shape)}; the limit is {limit:g} GB"
         raise DataError(message, file=path, hint=f"{VARIABLE} raises it, for files that you trust")
@@ -63,7 +63,12 @@ def check_content(path: Path, promised: int, zipped: bool) -> None:
             raise DataError(message, file=path, hint="the file is damaged, or made to fill memory")
 
 
-def _limit_gb() -> float:
+def limit_gb() -> float:
+    """The most that a file may promise, in GB: ``RDVIT_MAX_GB``, or 8.
+
+    Raises:
+        ConfigError: It is not a number above 0.
+    """
     text = os.environ.get(VARIABLE, "")
     try:
         limit = float(text) if text else DEFAULT_GB

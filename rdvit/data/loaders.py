@@ -16,6 +16,7 @@ from monai.data import CacheDataset, set_track_meta
 from torch.utils.data import DataLoader, Dataset
 
 from rdvit.config import Config
+from rdvit.data.archive import origin
 from rdvit.data.datalist import Case
 from rdvit.data.transforms import PrepareCase, training_transform
 from rdvit.errors import DataError, RdvitError
@@ -56,7 +57,7 @@ def _nbytes(item: dict[str, Any]) -> int:
 
 def _case_key(case: Case, preprocessing: str) -> str:
     try:
-        files = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in (case.image, case.label) if p is not None]
+        files = [(origin(p), p.stat().st_size, p.stat().st_mtime_ns) for p in (case.image, case.label) if p is not None]
     except OSError as error:
         raise DataError(f"a file of case {case.id} cannot be read: {error.strerror}", file=error.filename) from error
     return hashlib.sha256(json.dumps([files, preprocessing]).encode()).hexdigest()

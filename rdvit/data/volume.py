@@ -242,15 +242,20 @@ def check_same_grid(image: Volume, labels: Volume) -> None:
     if image.array.shape != labels.array.shape:
         message = f"labels have shape {labels.array.shape}, their image {image.path} has {image.array.shape}"
         raise DataError(message, file=labels.path)
-    ends = [(0, size - 1) for size in image.array.shape]
-    corners = np.array([(*corner, 1) for corner in itertools.product(*ends)]).T  # (4, 8) homogeneous voxel indices
-    gap_mm = float(np.linalg.norm(((image.affine - labels.affine) @ corners)[:3], axis=0).max())
+    gap_mm = corner_distance(image, labels)
     limit_mm = min(image.spacing) / 2
     if gap_mm >= limit_mm:
         message = f"labels lie up to {gap_mm:.3g} mm off their image {image.path}, less than {limit_mm:.3g} mm expected"
         raise DataError(message, file=labels.path, hint="resample the labels into the image's grid")
     if gap_mm > 0.01:
         _log.warning("%s: labels lie up to %.3g mm off their image %s, taken as equal", labels.path, gap_mm, image.path)
+
+
+def corner_distance(one: Volume, other: Volume) -> float:
+    """The largest distance in mm between corresponding corner voxels of two volumes of the same shape."""
+    ends = [(0, size - 1) for size in one.array.shape]
+    corners = np.array([(*corner, 1) for corner in itertools.product(*ends)]).T  # (4, 8) homogeneous voxel indices
+    return float(np.linalg.norm(((one.affine - other.affine) @ corners)[:3], axis=0).max())
 
 
 def _frames_in(image: nib.Nifti1Pair, path: Path) -> int:

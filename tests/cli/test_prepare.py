@@ -1,4 +1,4 @@
-"""``rdvit prepare phantom`` makes a data set that the other commands take, and never touches anything else."""
+"""``rdvit prepare`` makes data sets that the other commands take, and never touches anything else."""
 
 from __future__ import annotations
 
@@ -62,6 +62,44 @@ def test_a_folder_that_cannot_be_made(rdvit: Rdvit, tmp_path: Path) -> None:
 def test_five_patients_at_least(rdvit: Rdvit, tmp_path: Path) -> None:
     outcome = rdvit("prepare", "phantom", tmp_path / "phantom", "--patients", "4")
     assert outcome.returncode == 2 and not (tmp_path / "phantom").exists()
+
+
+# ACDC in one file
+
+
+def test_acdc_is_packed_and_scored_like_its_folder(
+    rdvit: Rdvit, phantom: Path, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "acdc.pack"
+    outcome = rdvit("prepare", "acdc", phantom, out, "--pack", "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    told = json.loads(outcome.stdout)
+    assert (told["patients"], told["frames"], told["levels"]) == (5, 10, 255)
+    assert told["size"] == out.stat().st_size < 48e6
+    assert told["label_dice"] == 1 and told["voxel_shift_mm"] == 0 and 0 < told["intensity_error"] < 0.02
+    assert f"10 frames of 5 patients packed into {out}: {out.stat().st_size / 1e6:.1f} MB" in outcome.stderr
+    assert "Dice of the labels 1.0000" in outcome.stderr
+
+    scores = []
+    for data in (phantom, out):
+        words = ("evaluate", "--data", data, "--model", tiny_model_folder, "--split", "fold0-val", "--device", "cpu", "--json")
+        scored = rdvit(*words)
+        assert scored.returncode == 0, scored.stderr
+        scores.append(json.loads(scored.stdout))
+    folder, packed = ({case["case"]: case for case in score["metric_per_case"]} for score in scores)
+    assert folder.keys() == packed.keys() and len(folder) == 2
+    for name, case in folder.items():
+        for structure, metrics in case["metrics"].items():
+            other = packed[name]["metrics"][structure]
+            assert other["volume_ref_ml"] == metrics["volume_ref_ml"] > 0
+            assert other["Dice"] == pytest.approx(metrics["Dice"], abs=0.02)
+
+    refused(rdvit("prepare", "acdc", phantom, out, "--pack"), "exist already")
+    size = out.stat().st_size
+    refused(rdvit("prepare", "acdc", phantom, out, "--pack", "--overwrite", "--max-mb", "0.01"), "take more than 0.01 MB")
+    assert out.stat().st_size == size
+    refused(rdvit("prepare", "acdc", phantom, tmp_path / "other"), "--pack makes one file")
+    refused(rdvit("prepare", "acdc", phantom, tmp_path, "--pack"), "is a folder")
 
 
 # DICOM
