@@ -32,6 +32,7 @@ from rdvit.data.datalist import Case, digest, load_data, select
 from rdvit.data.default import default_data
 from rdvit.data.volume import Volume, read_image, read_labels, to_canonical
 from rdvit.errors import RdvitError
+from rdvit.evaluation.intervals import Interval, bootstrap
 from rdvit.evaluation.metrics import dice
 from rdvit.inference.predictor import Predictor
 from rdvit.training.run import Split, make_split, resume_run, start_run
@@ -226,6 +227,28 @@ def score(given: Setting, predictor: Predictor, loops: int | None = None, share:
 
 
 # Results
+
+
+def scores(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Columns of a table from a summary: mean Dice, Dice of each structure, mean HD95 in mm."""
+    names = summary["class_names"]
+    each = {f"dice_{names[value]}": mean["Dice"] for value, mean in summary["mean"].items()}
+    mean = summary["foreground_mean"]
+    return {"dice": mean["Dice"], **each, "hd95": mean["HD95"]}
+
+
+def dice_of_patients(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Mean Dice of each patient of a summary, over phases and structures."""
+    found: dict[str, list[float]] = {}
+    for case in summary["metric_per_case"]:
+        values = [metrics["Dice"] for metrics in case["metrics"].values() if metrics["Dice"] is not None]
+        found.setdefault(case["patient"], []).extend(value for value in values if np.isfinite(value))
+    return {patient: float(np.mean(values)) for patient, values in found.items() if values}
+
+
+def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Interval:
+    """Mean over patients of first minus second, with its interval."""
+    return bootstrap(np.array([first[patient] - second[patient] for patient in sorted(first)]))
 
 
 def paired(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> tuple[float, float]:
