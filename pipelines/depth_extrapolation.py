@@ -20,7 +20,6 @@ from trained import Trained, models, options, score_once
 from rdvit.analysis.charts import loops_curve, seeds_curve
 from rdvit.analysis.figures import save_figure
 from rdvit.config import ModelConfig
-from rdvit.evaluation.intervals import Interval
 from rdvit.models.segmenter import Halting
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -46,7 +45,7 @@ def main(words: list[str] | None = None) -> None:
         said.append(paragraph(model, own, patients))
         figure = loops_curve(own, trained_loops=trained_loops(model), title=model.name)
         save_figure(figure, given.out / f"depth_extrapolation_{model.name}.png")
-    study.write_results(given.out / "depth_extrapolation_wanted", wanted, wanted_paragraph(wanted))
+    study.write_results(given.out / "depth_extrapolation_wanted", wanted, "Without halting. " + study.wanted_paragraph(wanted))
     study.write_results(given.out / "depth_extrapolation", rows, " ".join(said))
     curves = [row | {"curve": f"{row['model']}, {'ACT' if row['halting'] == 'act' else 'no halting'}"} for row in rows]
     for column, label in (("dice", "Dice"), ("hd95", "HD95 (mm)")):
@@ -89,37 +88,17 @@ def best_depth(patients: Patients) -> int:
 def check(model: Trained, patients: Patients) -> list[dict[str, Any]]:
     """The wanted figures without halting, as far as the depths for them were scored."""
     trained = trained_loops(model)
-    pairs = [(f"Dice at {trained} loops less Dice at 1", trained, 1, GAIN, True)] if trained > 1 else []
+    pairs: list[tuple[str, int, int, float | None, float | None]] = []
+    if trained > 1:
+        pairs.append((f"Dice at {trained} loops less Dice at 1", trained, 1, GAIN, None))
     if ("none", trained) in patients:
         best = best_depth(patients)
-        pairs += [(f"Dice at the best depth ({best}) less Dice at {far}", best, far, LOSS, False) for far in FAR]
+        pairs += [(f"Dice at the best depth ({best}) less Dice at {far}", best, far, None, LOSS) for far in FAR]
     return [
-        row_of(model.name, what, study.difference(patients["none", first], patients["none", second]), limit, at_least)
-        for what, first, second, limit, at_least in pairs
+        study.wanted_row(model.name, what, study.difference(patients["none", first], patients["none", second]), least, most)
+        for what, first, second, least, most in pairs
         if ("none", first) in patients and ("none", second) in patients
     ]
-
-
-def row_of(name: str, what: str, found: Interval, limit: float, at_least: bool) -> dict[str, Any]:
-    """A row of the table of what is wanted."""
-    met = found.value >= limit if at_least else found.value <= limit
-    ends = {"value": found.value, "low": found.low, "high": found.high}
-    return {
-        "model": name,
-        "what": what,
-        **ends,
-        "wanted": f"{'>=' if at_least else '<='} {limit:g}",
-        "met": "yes" if met else "no",
-    }
-
-
-def wanted_paragraph(rows: list[dict[str, Any]]) -> str:
-    """The wanted figures in words."""
-    parts = []
-    for row in rows:
-        found = Interval(row["value"], row["low"], row["high"])
-        parts.append(f"{row['model']}: {row['what']} is {found}, wanted {row['wanted']}: {row['met']}.")
-    return " ".join(["Without halting, 95 % bootstrap over patients in brackets.", *parts])
 
 
 def paragraph(model: Trained, rows: list[dict[str, Any]], patients: Patients) -> str:

@@ -270,14 +270,38 @@ def spread_of(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> str:
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
+def wanted_row(model: str, what: str, found: Interval, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+    """A row of a table of what is wanted; without limits it is there to compare with."""
+    limits = ("" if least is None else f">= {least:g}", "" if most is None else f"<= {most:g}")
+    met = (least is None or found.value >= least) and (most is None or found.value <= most)
+    wanted = " and ".join(limit for limit in limits if limit)
+    ends = {"value": found.value, "low": found.low, "high": found.high}
+    return {"model": model, "what": what, **ends, "wanted": wanted, "met": ("yes" if met else "no") if wanted else ""}
+
+
+def wanted_paragraph(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of what is wanted in words."""
+    parts = ["In brackets 95 % bootstrap intervals over patients."]
+    for row in rows:
+        found = Interval(row["value"], row["low"], row["high"])
+        limits = f", wanted {row['wanted']}: {row['met']}" if row["wanted"] else ""
+        parts.append(f"{row['model']}: {row['what']} {found}{limits}.")
+    return " ".join(parts)
+
+
 def write_results(path: Path, rows: Sequence[Mapping[str, Any]], paragraph: str) -> None:
     """The table as ``path.csv``, and a paragraph made from its numbers as ``path.md``."""
-    with atomic(path.with_suffix(".csv")) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    write_table(path.with_suffix(".csv"), rows)
+    write(path.with_suffix(".md"), paragraph + "\n")
+    print(paragraph)
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as a CSV file; a column that a row lacks stays empty there."""
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
-    write(path.with_suffix(".md"), paragraph + "\n")
-    print(paragraph)
 
 
 def _silent(text: str, done: int, total: int) -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rdvit.checkpoint import ModelInfo, save_model
 from rdvit.config import Config
-from rdvit.models.build import build_segmenter
+from rdvit.errors import ConfigError
+from rdvit.inference.predictor import Predictor
+from rdvit.models.build import build_segmenter, expert_layers
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 NAMES = {1: "RV", 2: "MYO", 3: "LV"}
@@ -87,3 +90,50 @@ def test_wanted_figures_are_those_of_the_patients() -> None:
         rows = study.check(trained, patients)
     assert [(round(row["value"], 6), row["met"]) for row in rows] == [(0.06, "yes"), (0.002, "yes"), (0.02, "no")]
     assert study.best_depth(patients) == 8
+
+
+def test_halting_and_experts_with_their_controls(phantom: Path, tmp_path: Path, tiny_config: Callable[..., Config]) -> None:
+    study = importlib.import_module("halting_and_experts")
+    act = model(tmp_path / "act", tiny_config("2d", "rdvit"))
+    both = model(tmp_path / "both", tiny_config("3d", "rdvit-moe"))
+    out = tmp_path / "out"
+    words = ["--data", str(phantom), "--out", str(out), "--split", "all", "--fraction", "0.4", "--device", "cpu"]
+    study.main([*words, "--models", f"act={act}", f"both={both}"])
+    rows = table(out / "halting_and_experts.csv")
+    assert {row["model"] for row in rows if "ponder" in row["what"]} == {"act", "both"}
+    value = {row["what"]: float(row["value"]) for row in rows if row["model"] == "both"}
+    assert 1 <= value["ponder"] <= 2
+    assert value["ponder at boundaries over that inside"] == pytest.approx(
+        value["ponder at boundaries"] / value["ponder inside structures"]
+    )
+    for control in ("labels shuffled", "router at random"):
+        assert value[f"NMI, trained less {control}"] == pytest.approx(value["NMI, trained"] - value[f"NMI, {control}"])
+    assert 0 <= value["share of the tokens that the least used expert gets"] <= 0.5
+    usage = table(out / "halting_and_experts_usage.csv")
+    assert len(usage) == 3 * 4
+    for row in usage:
+        shares = [float(row[f"expert_{i}"]) for i in range(1, 5)]
+        assert sum(shares) == pytest.approx(1) or np.isnan(shares).all()
+    assert len(table(out / "halting_and_experts_cases.csv")) == 2 * 4
+    for name in ("act_ponder", "act_map", "both_ponder", "both_usage_random", "both_information"):
+        assert (out / f"halting_and_experts_{name}.png").stat().st_size > 1000
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "look", None)
+        study.main([*words, "--models", f"act={act}"])  # kept: not looked at again
+    stack = model(tmp_path / "stack", tiny_config("2d", "vit"))
+    with pytest.raises(ConfigError, match="neither ACT nor experts"):
+        study.main([*words, "--models", f"stack={stack}"])
+
+
+def test_random_routers_are_as_wide_as_the_trained_and_leave_those_alone(tiny_config: Callable[..., Config]) -> None:
+    study = importlib.import_module("halting_and_experts")
+    config = tiny_config("2d", "rdvit-moe")
+    predictor = Predictor(build_segmenter(config.model, seed=0), ModelInfo(config, NAMES), "cpu")
+    (trained,) = expert_layers(predictor.model)
+    trained.router_bias_E.fill_(1.0)
+    before = trained.router.weight.detach().clone()
+    (drawn,) = expert_layers(study.random_routers(predictor))
+    assert torch.equal(trained.router.weight, before) and not torch.equal(drawn.router.weight, before)
+    assert drawn.router.weight.detach().std().item() == pytest.approx(before.std().item(), rel=0.2)
+    assert not drawn.router_bias_E.any() and torch.equal(drawn.w_in, trained.w_in)
