@@ -188,19 +188,23 @@ def train(given: Setting, config: Config) -> Path:
 
 def train_once(split: Split, config: Config, out: Path) -> Path:
     """The run folder of a finished training; it is made, or continued, where there is none yet."""
-    described = config.model_dump(mode="json")
-    described["training"] = {k: v for k, v in described["training"].items() if k not in ("device", "figures_every")}
-    key = json.dumps([described, digest(split.train), digest(split.validation)], sort_keys=True)
-    models = out / "models"
-    folder = models / f"{config.model.preset}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    folder = run_folder(split, config, out, config.model.preset)
     if (folder / "summary.json").is_file():
         return folder
     if (folder / "state.pt").is_file():
-        resume_run(folder, {}, None, models, False, _silent)
+        resume_run(folder, {}, None, folder.parent, False, _silent)
     else:
         shutil.rmtree(folder, ignore_errors=True)  # stopped before its first epoch was saved
-        start_run(config, split, folder, models, False, _silent)
+        start_run(config, split, folder, folder.parent, False, _silent)
     return folder
+
+
+def run_folder(split: Split, config: Config, out: Path, name: str, *more: Any) -> Path:
+    """Where a training is kept: under a digest of its configuration and data, and of what more decides it."""
+    described = config.model_dump(mode="json")
+    described["training"] = {k: v for k, v in described["training"].items() if k not in ("device", "figures_every")}
+    key = json.dumps([described, digest(split.train), digest(split.validation), *more], sort_keys=True)
+    return out / "models" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def patient_dice(given: Setting, folder: Path, loops: int | None = None) -> dict[str, float]:
