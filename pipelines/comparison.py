@@ -90,9 +90,7 @@ def main(words: list[str] | None = None) -> None:
     reference = found[0]
     for i, system in enumerate(found):
         if system.recipe is not None:
-            per_epoch = system.config.training.steps_per_epoch
-            steps = reference.steps * seconds[reference.name] / seconds[system.name]
-            found[i] = system.with_training(epochs=max(1, round(steps / per_epoch)))
+            found[i] = system.with_training(**length(reference.steps * seconds[reference.name] / seconds[system.name]))
     rows: list[Row] = []
     patients: dict[str, list[dict[str, float]]] = {}
     for system in found:
@@ -129,11 +127,10 @@ def options(words: list[str] | None) -> argparse.Namespace:
 
 def systems(given: argparse.Namespace, split: Split) -> list[System]:
     """The reference and what it is compared with; the steps of the outside networks are those of the reference still."""
-    per_epoch = min(STEPS_PER_EPOCH, given.steps)
-    length = {"steps_per_epoch": per_epoch, "epochs": max(1, given.steps // per_epoch), "validate_every": 10**6}
+    training = length(given.steps) | {"validate_every": 10**6}
 
     def configured(preset: str, **model: Any) -> Config:
-        config = resolve_config(given.dim, preset, settings=given.set, flags={"training": length, "model": model})
+        config = resolve_config(given.dim, preset, settings=given.set, flags={"training": training, "model": model})
         return settle(config, split.train, split.data.class_names)
 
     reference = System(given.preset, configured(given.preset))
@@ -151,6 +148,12 @@ def systems(given: argparse.Namespace, split: Split) -> list[System]:
     if given.preset in given.systems:
         raise ConfigError(f"'{given.preset}' is the reference and among the others, too")
     return [reference, *(makers[name](name) for name in given.systems)]
+
+
+def length(steps: float) -> dict[str, int]:
+    """So many steps, to the nearest that even epochs of about :data:`STEPS_PER_EPOCH` allow; a stopped training loses one."""
+    epochs = max(1, round(steps / STEPS_PER_EPOCH))
+    return {"epochs": epochs, "steps_per_epoch": max(1, round(steps / epochs))}
 
 
 def narrowed(config: Config, parameters: int) -> Config:

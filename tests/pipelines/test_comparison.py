@@ -111,6 +111,13 @@ def test_every_depth_is_timed_as_often_as_it_is_drawn(comparison: ModuleType, ph
     assert all(0.07 < share < 0.18 for share in drawn.values())
 
 
+@pytest.mark.parametrize("steps", [1, 2.4, 60, 812.6, 1234, 3001])
+def test_lengths_are_kept_to_a_percent(comparison: ModuleType, steps: float) -> None:
+    length = comparison.length(steps)
+    assert length["epochs"] * length["steps_per_epoch"] == pytest.approx(steps, rel=0.011, abs=0.5)
+    assert length["steps_per_epoch"] < 76
+
+
 def test_the_comparison_runs_at_equal_time_and_goes_on(
     comparison: ModuleType, outside: ModuleType, phantom: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
