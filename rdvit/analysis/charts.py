@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from rdvit.analysis.figures import new_figure
 from rdvit.errors import DataError
@@ -142,7 +142,7 @@ def seeds_curve(
     if log:
         ax.set_xscale("log", base=2 if x == "loops" else 10)
     if log and x == "loops":
-        ax.xaxis.set_major_formatter(ScalarFormatter())
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     if mark is not None:
         ax.axvline(mark, color="0.5", linewidth=1, linestyle=":", zorder=0)
     _finish(ax, labels[1], labels[0])
