@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import study
 
 from rdvit.analysis.charts import seeds_curve
@@ -51,9 +50,10 @@ def main(words: list[str] | None = None) -> None:
         for preset in presets:
             for seed in range(given.seeds):
                 summary = trained(given, split, preset, seed)
-                rows.append({"system": preset, "fraction": fraction, "seed": seed, **scores(summary)})
+                size = summary["run"]["model"]["patients"]
+                rows.append({"system": preset, "fraction": fraction, "seed": seed, "patients": size, **study.scores(summary)})
                 if fraction == fractions[0]:
-                    patients[preset].append(patient_dice(summary))
+                    patients[preset].append(study.dice_of_patients(summary))
     study.write_results(given.out / "data_efficiency", rows, paragraph(rows, patients, fractions[0]))
     figure = seeds_curve(rows, "patients", "dice", "system", ("training patients", "Dice"), log=True)
     save_figure(figure, given.out / "data_efficiency.png")
@@ -66,23 +66,6 @@ def trained(given: argparse.Namespace, split: study.Split, preset: str, seed: in
     config = resolve_config(given.dim, preset, settings=given.set, flags={"training": length})
     folder = study.train_once(split, config, given.out)
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-
-
-def scores(summary: dict[str, Any]) -> dict[str, float]:
-    """A row of the table: training patients, mean Dice, Dice of each structure, mean HD95 in mm."""
-    names = summary["class_names"]
-    each = {f"dice_{names[value]}": mean["Dice"] for value, mean in summary["mean"].items()}
-    mean = summary["foreground_mean"]
-    return {"patients": summary["run"]["model"]["patients"], "dice": mean["Dice"], **each, "hd95": mean["HD95"]}
-
-
-def patient_dice(summary: dict[str, Any]) -> dict[str, float]:
-    """Mean Dice of each validation patient, over phases and structures."""
-    found: dict[str, list[float]] = {}
-    for case in summary["metric_per_case"]:
-        values = [metrics["Dice"] for metrics in case["metrics"].values() if metrics["Dice"] is not None]
-        found.setdefault(case["patient"], []).extend(value for value in values if np.isfinite(value))
-    return {patient: float(np.mean(values)) for patient, values in found.items() if values}
 
 
 def paragraph(rows: list[dict[str, Any]], patients: dict[str, list[dict[str, float]]], fraction: float) -> str:

@@ -32,6 +32,7 @@ from rdvit.data.datalist import Case, digest, load_data, select
 from rdvit.data.default import default_data
 from rdvit.data.volume import Volume, read_image, read_labels, to_canonical
 from rdvit.errors import RdvitError
+from rdvit.evaluation.intervals import Interval, bootstrap
 from rdvit.evaluation.metrics import dice
 from rdvit.inference.predictor import Predictor
 from rdvit.training.run import Split, make_split, resume_run, start_run
@@ -187,19 +188,23 @@ def train(given: Setting, config: Config) -> Path:
 
 def train_once(split: Split, config: Config, out: Path) -> Path:
     """The run folder of a finished training; it is made, or continued, where there is none yet."""
-    described = config.model_dump(mode="json")
-    described["training"] = {k: v for k, v in described["training"].items() if k not in ("device", "figures_every")}
-    key = json.dumps([described, digest(split.train), digest(split.validation)], sort_keys=True)
-    models = out / "models"
-    folder = models / f"{config.model.preset}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    folder = run_folder(split, config, out, config.model.preset)
     if (folder / "summary.json").is_file():
         return folder
     if (folder / "state.pt").is_file():
-        resume_run(folder, {}, None, models, False, _silent)
+        resume_run(folder, {}, None, folder.parent, False, _silent)
     else:
         shutil.rmtree(folder, ignore_errors=True)  # stopped before its first epoch was saved
-        start_run(config, split, folder, models, False, _silent)
+        start_run(config, split, folder, folder.parent, False, _silent)
     return folder
+
+
+def run_folder(split: Split, config: Config, out: Path, name: str, *more: Any) -> Path:
+    """Where a training is kept: under a digest of its configuration and data, and of what more decides it."""
+    described = config.model_dump(mode="json")
+    described["training"] = {k: v for k, v in described["training"].items() if k not in ("device", "figures_every")}
+    key = json.dumps([described, digest(split.train), digest(split.validation), *more], sort_keys=True)
+    return out / "models" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def patient_dice(given: Setting, folder: Path, loops: int | None = None) -> dict[str, float]:
@@ -228,6 +233,28 @@ def score(given: Setting, predictor: Predictor, loops: int | None = None, share:
 # Results
 
 
+def scores(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Columns of a table from a summary: mean Dice, Dice of each structure, mean HD95 in mm."""
+    names = summary["class_names"]
+    each = {f"dice_{names[value]}": mean["Dice"] for value, mean in summary["mean"].items()}
+    mean = summary["foreground_mean"]
+    return {"dice": mean["Dice"], **each, "hd95": mean["HD95"]}
+
+
+def dice_of_patients(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Mean Dice of each patient of a summary, over phases and structures."""
+    found: dict[str, list[float]] = {}
+    for case in summary["metric_per_case"]:
+        values = [metrics["Dice"] for metrics in case["metrics"].values() if metrics["Dice"] is not None]
+        found.setdefault(case["patient"], []).extend(value for value in values if np.isfinite(value))
+    return {patient: float(np.mean(values)) for patient, values in found.items() if values}
+
+
+def difference(first: Mapping[str, float], second: Mapping[str, float]) -> Interval:
+    """Mean over patients of first minus second, with its interval."""
+    return bootstrap(np.array([first[patient] - second[patient] for patient in sorted(first)]))
+
+
 def paired(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Mean difference over patients, first minus second, each the mean of its seeds; and the p of Wilcoxon's signed ranks."""
     patients = sorted(first[0])
@@ -247,14 +274,38 @@ def spread_of(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> str:
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
+def wanted_row(model: str, what: str, found: Interval, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+    """A row of a table of what is wanted; without limits it is there to compare with."""
+    limits = ("" if least is None else f">= {least:g}", "" if most is None else f"<= {most:g}")
+    met = (least is None or found.value >= least) and (most is None or found.value <= most)
+    wanted = " and ".join(limit for limit in limits if limit)
+    ends = {"value": found.value, "low": found.low, "high": found.high}
+    return {"model": model, "what": what, **ends, "wanted": wanted, "met": ("yes" if met else "no") if wanted else ""}
+
+
+def wanted_paragraph(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of what is wanted in words."""
+    parts = ["In brackets 95 % bootstrap intervals over patients."]
+    for row in rows:
+        found = Interval(row["value"], row["low"], row["high"])
+        limits = f", wanted {row['wanted']}: {row['met']}" if row["wanted"] else ""
+        parts.append(f"{row['model']}: {row['what']} {found}{limits}.")
+    return " ".join(parts)
+
+
 def write_results(path: Path, rows: Sequence[Mapping[str, Any]], paragraph: str) -> None:
     """The table as ``path.csv``, and a paragraph made from its numbers as ``path.md``."""
-    with atomic(path.with_suffix(".csv")) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    write_table(path.with_suffix(".csv"), rows)
+    write(path.with_suffix(".md"), paragraph + "\n")
+    print(paragraph)
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as a CSV file; a column that a row lacks stays empty there."""
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
-    write(path.with_suffix(".md"), paragraph + "\n")
-    print(paragraph)
 
 
 def _silent(text: str, done: int, total: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from rdvit.analysis.figures import new_figure
 from rdvit.errors import DataError
@@ -141,9 +141,38 @@ def seeds_curve(
         ax.plot(at, middle, marker="o", markersize=4, color=color, label=str(name))
     if log:
         ax.set_xscale("log", base=2 if x == "loops" else 10)
+    if log and x == "loops":
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     if mark is not None:
         ax.axvline(mark, color="0.5", linewidth=1, linestyle=":", zorder=0)
     _finish(ax, labels[1], labels[0])
+    ax.set_title(title or "", fontsize=12, loc="left")
+    return fig
+
+
+def intervals_figure(
+    groups: Mapping[str, tuple[float, float, float]], label: str, *, wanted: float | None = None, title: str | None = None
+) -> Figure:
+    """A dot with a bar for each name, top to bottom: a value between the ends of its interval, or of its seeds.
+
+    Args:
+        groups: Name to (value, low, high); a bar without finite ends is left away.
+        label: Of the horizontal axis.
+        wanted: A vertical line here: the value to reach, or no difference.
+        title: Printed above.
+    """
+    fig, ax = _new_chart(6.4, 1.3 + 0.36 * len(groups))
+    for row, (value, low, high) in enumerate(groups.values()):
+        color = LINE_COLORS[row % len(LINE_COLORS)]
+        if np.isfinite([low, high]).all():
+            ax.plot([low, high], [row, row], color=color, linewidth=2)
+        ax.plot([value], [row], marker="o", markersize=7, color=color)
+        ax.annotate(f"{value:.3f}", (value, row), (0, 6), textcoords="offset points", ha="center", fontsize=9)
+    if wanted is not None:
+        ax.axvline(wanted, color="0.5", linewidth=1, linestyle=":", zorder=0)
+    _finish(ax, "", label)
+    ax.set_yticks(range(len(groups)), list(groups))
+    ax.set_ylim(len(groups) - 0.5, -0.7)
     ax.set_title(title or "", fontsize=12, loc="left")
     return fig
 
@@ -213,4 +242,6 @@ def _finish(ax: Axes, ylabel: str, xlabel: str) -> None:
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize=9, frameon=False, handlelength=2.8)
+        many = len(ax.get_legend_handles_labels()[0]) > 5  # would lie on the lines
+        beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)} if many else {}
+        ax.legend(fontsize=9, frameon=False, handlelength=2.8, **beside)

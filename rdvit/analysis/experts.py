@@ -105,7 +105,20 @@ def usage_by_structure(gates_NE: np.ndarray, token_labels_N: np.ndarray, n_class
     Raises:
         DataError: As `routing_counts`.
     """
-    return _normalised(routing_counts(gates_NE, token_labels_N, n_classes))
+    return shares(routing_counts(gates_NE, token_labels_N, n_classes))
+
+
+def shuffled(token_labels_N: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The labels of the tokens in random order: a control of as many tokens of each structure, at other places.
+
+    Args:
+        token_labels_N: Class of every token; `MIXED` ones stay where they are, so that the same tokens are counted.
+        rng: Draws the order.
+    """
+    mixed_N = token_labels_N < 0
+    control_N = token_labels_N.copy()
+    control_N[~mixed_N] = rng.permutation(token_labels_N[~mixed_N])
+    return control_N
 
 
 def routing_entropy(usage: np.ndarray) -> np.ndarray:
@@ -118,7 +131,7 @@ def routing_entropy(usage: np.ndarray) -> np.ndarray:
         (...) in [0, 1]; 0 for a single expert, NaN for a row without routing.
     """
     n_experts = usage.shape[-1]
-    entropy = entr(_normalised(np.asarray(usage, dtype=np.float64))).sum(axis=-1)
+    entropy = entr(shares(np.asarray(usage, dtype=np.float64))).sum(axis=-1)
     return entropy / np.log(n_experts) if n_experts > 1 else entropy
 
 
@@ -143,7 +156,11 @@ def normalized_mutual_information(counts_CE: np.ndarray) -> float:
     return float(np.clip(information / class_entropy, 0, 1))  # rounding may step just outside
 
 
-def _normalised(counts: np.ndarray) -> np.ndarray:
-    """Rows (last axis) divided by their sums; NaN where a row sums to 0."""
+def shares(counts: np.ndarray) -> np.ndarray:
+    """Rows (last axis) divided by their sums; NaN where a row sums to 0.
+
+    Args:
+        counts: Counts, as of `routing_counts`, or their sum over cases.
+    """
     total = counts.sum(axis=-1, keepdims=True)
     return np.divide(counts, total, out=np.full_like(counts, np.nan), where=total > 0)

@@ -19,6 +19,7 @@ from rdvit.data.volume import Volume
 from rdvit.errors import DataError, ModelError
 from rdvit.inference.precision import Precision, autocast, choose_device, choose_precision
 from rdvit.models.merging import Merging
+from rdvit.models.recurrence import LoopRecord
 from rdvit.models.segmenter import Halting, Segmenter, crop
 
 SLICES_PER_BATCH = 4
@@ -146,18 +147,22 @@ class Predictor:
         return tiles[0]
 
     @torch.inference_mode()
+    def record(self, images: Tensor, loops: int | None = None, halting: Halting | None = None) -> LoopRecord:
+        """What the loop did with images (B, C, *space) taken as a whole: halting, routing, residuals."""
+        self.model.eval()
+        with autocast(self.device, self.precision):
+            return self.model(images.to(self.device), loops, halting, merging=self.merging, return_record=True)[1]
+
     def gates(self, images: Tensor) -> Tensor:
         """Gate weights of the experts, (T, B, N, E), for images (B, C, *space) taken as a whole.
 
         Raises:
             ModelError: If the model has no experts.
         """
-        self.model.eval()
-        with autocast(self.device, self.precision):
-            _, record = self.model(images.to(self.device), merging=self.merging, return_record=True)
-        if record.gates_TBNE is None:
+        gates_TBNE = self.record(images).gates_TBNE
+        if gates_TBNE is None:
             raise ModelError("this model has no experts")
-        return record.gates_TBNE.cpu()
+        return gates_TBNE.cpu()
 
     def window(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Size of the sliding window: the volume itself where it fits, at least the training crop."""

@@ -71,6 +71,7 @@ class Trainer:
         tracker: Where metrics and figures go besides the folder.
         report: Progress callback.
         weights: Tensors to start from, those of a model that is fine-tuned; fresh ones where None.
+        network: Trained in the place of the one that ``config.model`` describes; it must answer as a :class:`Segmenter` does.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Trainer:
         tracker: NullTracker,
         report: Report = lambda text, done, total: None,
         weights: dict[str, Tensor] | None = None,
+        network: Segmenter | None = None,
     ) -> None:
         self.config, self.info, self.folder = config, info, folder
         self.samples, self.validation, self.tracker, self.report = samples, validation, tracker, report
@@ -98,7 +100,7 @@ class Trainer:
         self.fabric.launch()
         if self.fabric.global_rank == 0:
             remove_leftovers(folder)
-        model = build_segmenter(config.model, seed=training.seed)
+        model = build_segmenter(config.model, seed=training.seed) if network is None else network
         if weights is not None:
             model.load_state_dict(weights)
         train_only(model, training.train_only, training.finetune_rank, training.seed)
@@ -286,7 +288,8 @@ class Trainer:
             progress.best_dice, progress.best_epoch, progress.validations_without_gain = metrics["val/dice"], progress.epoch, 0
             if self.fabric.global_rank == 0:
                 training = self.info.training | {"epoch": progress.epoch, "val_dice": metrics["val/dice"]}
-                save_model(self.folder, merged(self.averaged), ModelInfo(self.config, self.info.class_names, training))
+                plain = merged(self.averaged) if self.config.training.train_only == "lora" else self.averaged
+                save_model(self.folder, plain, ModelInfo(self.config, self.info.class_names, training))
         else:
             progress.validations_without_gain += 1
         if progress.epoch % (self.config.training.validate_every * self.config.training.figures_every) == 0:

@@ -12,6 +12,8 @@ from rdvit.analysis.experts import (
     normalized_mutual_information,
     routing_counts,
     routing_entropy,
+    shares,
+    shuffled,
     token_labels,
     usage_by_structure,
 )
@@ -97,3 +99,18 @@ def test_mutual_information_from_gates_to_the_number() -> None:
     random = np.eye(4)[rng.integers(0, 4, 4000)]
     assert normalized_mutual_information(routing_counts(one_to_one, labels, 4)) == pytest.approx(1)
     assert normalized_mutual_information(routing_counts(random, labels, 4)) < 0.01
+
+
+def test_shuffled_labels_count_the_same_tokens() -> None:
+    labels = np.array([MIXED, 0, 0, 0, 1, 2, MIXED, 2] * 20)
+    control = shuffled(labels, np.random.default_rng(0))
+    np.testing.assert_array_equal(control == MIXED, labels == MIXED)
+    np.testing.assert_array_equal(np.bincount(control + 1), np.bincount(labels + 1))
+    assert (control != labels).sum() > 30
+    gates = np.eye(3)[np.clip(labels, 0, 2)]  # an expert for each structure: all is known, and nothing of shuffled labels
+    known, chance = (normalized_mutual_information(routing_counts(gates, some, 3)) for some in (labels, control))
+    assert known == pytest.approx(1) and chance < 0.1
+
+
+def test_shares_of_pooled_counts() -> None:
+    np.testing.assert_array_equal(shares(np.array([[1.0, 3.0], [0.0, 0.0]])), [[0.25, 0.75], [np.nan, np.nan]])

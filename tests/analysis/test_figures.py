@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from rdvit.analysis.charts import expert_usage_figure, loops_curve, training_curves
+from rdvit.analysis.charts import expert_usage_figure, intervals_figure, loops_curve, training_curves
 from rdvit.analysis.figures import (
     entropy_figure,
     halting_figure,
@@ -311,3 +311,26 @@ def test_drawing_needs_neither_pyplot_nor_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_intervals_are_drawn_from_end_to_end() -> None:
+    fig = intervals_figure({"a": (0.5, 0.4, 0.7), "b": (0.6, np.nan, np.nan)}, "Dice", wanted=0.55)
+    ax = fig.axes[0]
+    bars = [line.get_xdata() for line in ax.lines if len(line.get_xdata()) == 2]
+    assert [list(bar) for bar in bars] == [[0.4, 0.7], [0.55, 0.55]]  # b has no ends
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
+    assert ax.yaxis_inverted()  # the first name on top
+
+
+def test_a_long_legend_lies_beside_the_lines() -> None:
+    rows = [
+        {"loops": n, "halting": mode, "dice": 0.9} | {f"dice_{s}": 0.9 for s in "abc"}
+        for n in (1, 2)
+        for mode in ("act", "none")
+    ]
+    fig = loops_curve(rows)
+    pixels(fig)
+    legend = fig.axes[0].get_legend()
+    assert legend is not None and len(legend.get_texts()) == 8
+    assert legend.get_window_extent().x0 >= fig.axes[0].get_window_extent().x1
+    assert legend.get_window_extent().x1 <= fig.bbox.x1

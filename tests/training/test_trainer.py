@@ -23,7 +23,7 @@ from rdvit.config import Config
 from rdvit.data.loaders import TrainingSamples, cached_cases
 from rdvit.errors import DataError, ModelError
 from rdvit.inference.predictor import Predictor
-from rdvit.models.build import expert_layers
+from rdvit.models.build import build_segmenter, expert_layers
 from rdvit.training import trainer as trainer_module
 from rdvit.training.run import make_split
 from rdvit.training.schedule import ema_decay, learning_rate
@@ -338,6 +338,19 @@ def test_resume_of_a_finished_training_changes_nothing(tmp_path: Path, make_trai
 def test_nothing_to_resume(tmp_path: Path, make_trainer: MakeTrainer) -> None:
     with pytest.raises(ModelError, match=r"state\.pt is missing"):
         make_trainer(tmp_path, Scores(0.5)).resume()
+
+
+def test_a_network_given_is_trained_in_the_place_of_the_configured_one(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    made = make_trainer(tmp_path / "made", Scores(0.5))
+    other = build_segmenter(made.config.model, seed=5)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    folder = tmp_path / "given"
+    given = Trainer(made.config, made.info, folder, made.samples, Scores(0.5, 0.6), NullTracker(), network=other)
+    assert given.model.module is other
+    given.fit()
+    assert not torch.equal(before["decoder.out.conv.conv.weight"], other.state_dict()["decoder.out.conv.conv.weight"])
+    saved = load_file(folder / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in given.averaged.state_dict().items())
 
 
 def test_another_seed_is_another_training(tmp_path: Path, make_trainer: MakeTrainer) -> None:
