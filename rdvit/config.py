@@ -78,7 +78,7 @@ class SRetConfig(Section):
 SRET_HAS_NOT = {
     "stem": "conv", "local_kernel": None, "prelude_depth": 0, "coda_depth": 0, "shared_block": True, "injection": "none",
     "loop_embedding": False, "lora_rank": 0, "halting": "none", "readout": "last", "solver": "euler", "step_size": 1.0,
-    "experts": None, "bank": None, "checkpoint_loops": False, "backprop_loops": None,
+    "experts": None, "bank": None, "checkpoint_loops": False, "backprop_loops": None, "kv_pool": None,
 }  # fmt: skip
 
 
@@ -108,6 +108,10 @@ class ModelConfig(Section):
         "none", description="none: local mixing tells where a token lies, and any grid size looks like those in training"
     )
     local_kernel: Ints | None = Field(None, description="depth-wise convolution in the block, size per axis; null is off")
+    kv_pool: Ints | None = Field(
+        None,
+        description="keys and values are means over so many tokens per axis (cf. PVT, arXiv:2102.12122); null: each its own",
+    )
     prelude_depth: int = Field(0, ge=0)
     coda_depth: int = Field(0, ge=0)
     loops: int = Field(6, ge=1, description="trained depth; blocks of an unshared stack")
@@ -135,7 +139,7 @@ class ModelConfig(Section):
     def _check(self) -> ModelConfig:
         if self.embed_dim % self.num_heads:
             raise ValueError(f"num_heads {self.num_heads} does not divide embed_dim {self.embed_dim}")
-        sizes: dict[str, Ints | None] = {"local_kernel": self.local_kernel}
+        sizes: dict[str, Ints | None] = {"local_kernel": self.local_kernel, "kv_pool": self.kv_pool}
         if self.patch_size != "auto":
             sizes["patch_size"] = self.patch_size
             if any(p < 1 or p & (p - 1) for p in self.patch_size):
@@ -143,6 +147,8 @@ class ModelConfig(Section):
         for name, size in sizes.items():
             if size is not None and len(size) != self.spatial_dims:
                 raise ValueError(f"{name} {size} has {len(size)} axes, spatial_dims is {self.spatial_dims}")
+        if self.kv_pool is not None and min(self.kv_pool) < 1:
+            raise ValueError(f"kv_pool {self.kv_pool} must hold at least 1 token per axis")
         if self.local_kernel is not None and any(k % 2 == 0 for k in self.local_kernel):
             raise ValueError(f"local_kernel {self.local_kernel} must be odd, so that it has a centre")
         if self.loop_embedding and (self.embed_dim // 8 < 2 or (self.embed_dim // 8) % 2):

@@ -149,6 +149,8 @@ def test_values_of_the_wrong_kind_are_refused_with_key_and_value(setting: str, k
         *[
             ("model.patch_size=[8, 8, 1]", "has 3 axes, spatial_dims is 2"),
             ("model.local_kernel=[3]", "has 1 axes, spatial_dims is 2"),
+            ("model.kv_pool=[2, 2, 1]", r"kv_pool \(2, 2, 1\) has 3 axes, spatial_dims is 2"),
+            ("model.kv_pool=[0, 2]", "at least 1 token per axis"),
         ],
         *[("model.local_kernel=[4, 3]", "must be odd"), ("model.embed_dim=24", r"embed_dim // 8 even")],
         *[("model.experts={num_experts: 2, top_k: 3}", "top_k is 3, more than num_experts 2")],

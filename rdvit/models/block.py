@@ -117,6 +117,7 @@ class Block(nn.Module):
         dim = config.embed_dim
         self.local = LocalMixing(dim, config.local_kernel) if config.local_kernel else None
         self.local_norm = layer_norm(dim) if config.local_kernel else None
+        self.kv_pool = config.kv_pool
         self.attn_norm = layer_norm(dim)
         self.attn = Attention(dim, config.num_heads)
         self.ffn_norm = layer_norm(dim)
@@ -163,7 +164,8 @@ class Block(nn.Module):
         q, k, v = self.attn.project(self.attn_norm(x_BMD))
         if selection is not None and memory is not None:
             k, v = _remember(selection, memory.k_BHNK, k), _remember(selection, memory.v_BHNK, v)
-        x_BMD = x_BMD + self.dropout(self.attn.attend(q, k, v, None if merger is None else merger.mass_BM))
+        seen_k, seen_v, mass_BM = self._seen(k, v, grid, merger)
+        x_BMD = x_BMD + self.dropout(self.attn.attend(q, seen_k, seen_v, mass_BM))
         groups = None if merger is None else merger.after_attention(k, t)
         if groups is not None:
             x_BMD, k, v = groups.merge(x_BMD), _merge_heads(groups, k), _merge_heads(groups, v)
@@ -176,15 +178,44 @@ class Block(nn.Module):
             y_BMD = self.ffn(y_BMD)
         return x_BMD + self.dropout(y_BMD), KeysValues(k, v), routing
 
+    def _seen(
+        self, k_BHNK: Tensor, v_BHNK: Tensor, grid: tuple[int, ...], merger: TokenMerger | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values as the queries see them, and the keys' masses: pooled over the grid where that is configured.
+
+        Pooled after the halted tokens' own are put in, so that skipping these tokens and masking them stay the same.
+        """
+        if self.kv_pool is None:
+            return k_BHNK, v_BHNK, None if merger is None else merger.mass_BM
+        if merger is not None and merger.groups is not None:
+            k_BHNK, v_BHNK = (_unmerge_heads(merger.groups, x) for x in (k_BHNK, v_BHNK))
+        return pool_tokens(k_BHNK, grid, self.kv_pool), pool_tokens(v_BHNK, grid, self.kv_pool), None
+
     def _mix_locally(self, x_BMD: Tensor, grid: tuple[int, ...], groups: Groups | None) -> Tensor:
         """Local mixing; merged tokens go to the grid for it and get the mean of what their places get."""
         assert self.local is not None
         return self.local(x_BMD, grid) if groups is None else groups.merge(self.local(groups.unmerge(x_BMD), grid))
 
 
+def pool_tokens(x_BHNK: Tensor, grid: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """Means (B, H, M, K) over cells of ``sizes`` tokens of the grid; the last cell of an axis may hold fewer."""
+    x = x_BHNK.unflatten(2, grid)
+    for axis, size in enumerate(sizes, start=2):
+        whole = x.shape[axis] // size * size
+        rest = x.narrow(axis, whole, x.shape[axis] - whole)
+        x = x.narrow(axis, 0, whole).unflatten(axis, (-1, size)).mean(axis + 1) if size > 1 else x
+        x = torch.cat([x, rest.mean(axis, keepdim=True)], axis) if rest.shape[axis] else x
+    return x.flatten(2, -2)
+
+
 def _merge_heads(groups: Groups, x_BHNK: Tensor) -> Tensor:
     """Keys or values, merged like their tokens."""
     return rearrange(groups.merge(rearrange(x_BHNK, "b h n k -> b n (h k)")), "b n (h k) -> b h n k", h=x_BHNK.shape[1])
+
+
+def _unmerge_heads(groups: Groups, x_BHMK: Tensor) -> Tensor:
+    """Keys or values of merged tokens on the whole grid again."""
+    return rearrange(groups.unmerge(rearrange(x_BHMK, "b h m k -> b m (h k)")), "b n (h k) -> b h n k", h=x_BHMK.shape[1])
 
 
 def _remember(selection: Selection, old_BHNK: Tensor, new_BHMK: Tensor) -> Tensor:

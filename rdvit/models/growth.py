@@ -17,7 +17,7 @@ from rdvit.config import ModelConfig
 from rdvit.models.feedforward import hidden_width
 
 # What a larger network has of its own; the other settings are those of the network that it grows from.
-OWN = {"preset", "spatial_dims", "patch_size", "local_kernel", "experts"}
+OWN = {"preset", "spatial_dims", "patch_size", "local_kernel", "experts", "kv_pool"}
 THROUGH = 3  # width of the local mixing along the slices, where there was none
 _FFN = "encoder.recurrence.blocks.0.ffn."
 

@@ -67,6 +67,16 @@ def test_experts_of_different_parts_are_the_dense_feed_forward(small_config: Mak
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4) == dense
 
 
+@torch.no_grad()
+def test_pooled_keys_need_no_weights_of_their_own(small_config: MakeConfig) -> None:
+    small = stirred(small_config())
+    large, image = grown(small, **VOLUME, kv_pool=(2, 2, 1)), torch.randn(1, 1, 32, 32)
+    found, expected = large(image[..., None], loops=2)[..., 0], small(image, loops=2)
+    assert not torch.allclose(found, expected, atol=1e-4)
+    large.encoder.recurrence.blocks[0].kv_pool = (1, 1, 1)
+    torch.testing.assert_close(large(image[..., None], loops=2)[..., 0], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_what_cannot_grow_says_why(small_config: MakeConfig) -> None:
     flat, deep = small_config(mlp_ratio=3.0), small_config(3, mlp_ratio=3.0)
     moe = small_config(3, mlp_ratio=3.0, **MOE)

@@ -29,7 +29,13 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "midpoint": {"solver": "midpoint", "step_size": 0.5},
     "rk4": {**PLAIN, "solver": "rk4", "prelude_depth": 1, "coda_depth": 1},
     "half Euler": {"step_size": 0.5},
+    "pooled": {"kv_pool": (2,)},  # along each axis
 }
+
+
+def of_system(system: str, dims: int) -> dict[str, Any]:
+    """The settings of a system for so many axes."""
+    return {key: value * dims if key == "kv_pool" else value for key, value in SYSTEMS[system].items()}
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -190,7 +196,7 @@ def test_rate_zero_is_no_merging_and_others_keep_length_and_order(
     small_config: ConfigMaker, randomize: Randomize, system: str, dims: int
 ) -> None:
     """TM-1, MO-5: bit for bit; and everything in the record is on the whole grid."""
-    model = Segmenter(small_config(dims, **SYSTEMS[system])).eval()
+    model = Segmenter(small_config(dims, **of_system(system, dims))).eval()
     randomize(model)
     images = draw(2, 1, *((30, 33), (16, 24, 3))[dims - 2])
     with torch.no_grad():
@@ -212,10 +218,10 @@ def test_rate_zero_is_no_merging_and_others_keep_length_and_order(
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("system", ["rdvit", "rdvit-moe", "vit", "rk4"])
+@pytest.mark.parametrize("system", ["rdvit", "rdvit-moe", "vit", "rk4", "pooled"])
 def test_merging_equal_tokens_changes_nothing(small_config: ConfigMaker, randomize: Randomize, system: str, dims: int) -> None:
     """Tokens of a constant image are all alike, so that any merge is exact: attention, local mixing and read-out with it."""
-    changes = {**SYSTEMS[system], "position": "none", "local_kernel": (1,) * dims, "norm": "instance"}
+    changes = {**of_system(system, dims), "position": "none", "local_kernel": (1,) * dims, "norm": "instance"}
     model = Segmenter(small_config(dims, **changes)).eval()
     randomize(model)
     images = torch.full((1, 1, *((32, 40), (16, 24, 4))[dims - 2]), 0.7)
@@ -229,9 +235,12 @@ def test_merging_equal_tokens_changes_nothing(small_config: ConfigMaker, randomi
     torch.testing.assert_close(record.residuals_TB, whole.residuals_TB, atol=1e-4, rtol=1e-4)  # weighted by mass
 
 
-def test_halted_merged_tokens_are_skipped_as_they_are_masked(small_config: ConfigMaker, randomize: Randomize) -> None:
+@pytest.mark.parametrize("system", ["rdvit", "pooled"])
+def test_halted_merged_tokens_are_skipped_as_they_are_masked(
+    small_config: ConfigMaker, randomize: Randomize, system: str
+) -> None:
     """Keys and values are merged with their tokens, so that halted ones can still be looked at."""
-    model = Segmenter(small_config(halting_bias=-2.0)).eval()
+    model = Segmenter(small_config(halting_bias=-2.0, **of_system(system, 2))).eval()
     randomize(model)
     loop, e = model.encoder.recurrence, draw(2, 30, 32)
     with torch.no_grad():

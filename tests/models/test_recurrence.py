@@ -51,7 +51,8 @@ def reference(loop: Recurrence, e_ND: Tensor, grid: tuple[int, ...], loops: int,
         x = u + block.local(block.local_norm(u), grid)
         q, new_k, new_v = block.attn.project(block.attn_norm(x))
         k, v = torch.where(active[:, None], new_k, k), torch.where(active[:, None], new_v, v)
-        x = x + block.attn.attend(q, k, v)
+        seen_k, seen_v = (k, v) if loop.config.kv_pool is None else (pooled(z, grid, loop.config.kv_pool) for z in (k, v))
+        x = x + block.attn.attend(q, seen_k, seen_v)
         out = block.ffn(block.ffn_norm(x))
         x = x + (out[0] if isinstance(out, tuple) else out)
         h = torch.where(active[:, None], loop.injection(h, e, x + loop.lora(x, t)), h)
@@ -60,6 +61,14 @@ def reference(loop: Recurrence, e_ND: Tensor, grid: tuple[int, ...], loops: int,
         y = y + torch.where(stops, 1 - cumulative, p * active)[:, None] * h
         cumulative, steps, active = cumulative + p, steps + active, active & ~stops
     return y[0], steps
+
+
+def pooled(x_BHNK: Tensor, grid: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """Means over cells of the grid, by PyTorch's pooling of images."""
+    cells = x_BHNK[0].transpose(1, 2).unflatten(2, grid)
+    pool = nn.functional.avg_pool2d if len(grid) == 2 else nn.functional.avg_pool3d
+    cells = pool(cells, sizes, ceil_mode=True, count_include_pad=False)
+    return cells.flatten(2).transpose(1, 2)[None]
 
 
 def assert_same_run(skipped: LoopRecord, masked: LoopRecord) -> None:
@@ -96,11 +105,19 @@ def assert_same_run(skipped: LoopRecord, masked: LoopRecord) -> None:
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("experts", [None, EXPERTS])
 @pytest.mark.parametrize("halts", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+@pytest.mark.parametrize("kv_pool", [None, 2])
 def test_skipping_halted_tokens_equals_masking_them(
-    small_config: ConfigMaker, randomize: Randomize, dims: int, experts: ExpertsConfig | None, halts: list[float]
+    small_config: ConfigMaker,
+    randomize: Randomize,
+    dims: int,
+    experts: ExpertsConfig | None,
+    halts: list[float],
+    kv_pool: int | None,
 ) -> None:
     """ACT-8: and both are what the definition gives for each image alone."""
-    loop, grid, halts_B = Recurrence(small_config(dims, experts=experts, halting_bias=-2.0)), GRIDS[dims], torch.tensor(halts)
+    pool = None if kv_pool is None else (kv_pool,) * dims
+    config = small_config(dims, experts=experts, halting_bias=-2.0, kv_pool=pool)
+    loop, grid, halts_B = Recurrence(config), GRIDS[dims], torch.tensor(halts)
     randomize(loop)
     e_BND = tokens(grid)
     with torch.no_grad():
