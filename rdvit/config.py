@@ -278,10 +278,12 @@ class InferenceConfig(Section):
 
     max_loops: int | None = Field(None, ge=1, description="null: twice the trained depth; of an unshared stack, its blocks")
     state_residual: float = Field(
-        0.1, gt=0, description="--loops auto looks at the segmentation where the state moved less, relative to its size"
+        0.05, gt=0, description="--loops auto: the state has settled where it moved less than that, relative to its size"
     )
     label_change: Share | None = Field(
-        0.01, description="and ends where fewer labels changed since the last look, relative to the foreground; null: at once"
+        None,
+        description="of voxels, relative to the foreground: once the state has settled the segmentation is looked at, until fewer "
+        "than that changed their label from look to look. null: no look, which costs as much as two or three loops",
     )
 
 

@@ -2,7 +2,7 @@
 
 It is decided for each batch that goes through the network together: some slices of a case, a window, or a whole volume. Loops
 are never computed twice, and what a batch gives is what a run with its number of loops gives. A look at the segmentation costs
-a pass of the decoder, as much as two or three loops, so it is taken where the state hardly moves any more.
+a pass of the decoder, as much as two or three loops, so it is taken where the state has settled, if labels are asked about.
 """
 
 from __future__ import annotations
