@@ -282,8 +282,8 @@ class InferenceConfig(Section):
     )
     label_change: Share | None = Field(
         None,
-        description="of voxels, relative to the foreground: once the state has settled the segmentation is looked at, until fewer "
-        "than that changed their label from look to look. null: no look, which costs as much as two or three loops",
+        description="of voxels, relative to the foreground: once the state has settled the segmentation is looked at, until "
+        "fewer than that changed their label from look to look. null: no look, which costs as much as two or three loops",
     )
 
 
