@@ -1,4 +1,4 @@
-"""Every knob, typed and checked: model, data, training. Configurations are data; nothing in them is ever executed.
+"""Every knob, typed and checked: model, data, training, inference. Configurations are data; nothing in them is ever executed.
 
 Precedence, weakest first: the defaults here, ``configs/2d.yaml`` or ``3d.yaml``, the preset, the network of a model that is
 fine-tuned, the user's ``--config`` file, ``--set key.sub=value``, the named flags. What is ``auto`` is settled from the data
@@ -279,12 +279,33 @@ class TrainingConfig(Section):
         return self
 
 
+class InferenceConfig(Section):
+    """When a loop ends whose number of turns is not fixed: ``--loops auto`` and ``--max-seconds``."""
+
+    max_loops: int | None = Field(None, ge=1, description="null: twice the trained depth; of an unshared stack, its blocks")
+    state_residual: float = Field(
+        0.05, gt=0, description="--loops auto: the state has settled where it moved less than that, relative to its size"
+    )
+    label_change: Share | None = Field(
+        None,
+        description="of voxels, relative to the foreground: once the state has settled the segmentation is looked at, until "
+        "fewer than that changed their label from look to look. null: no look, which costs as much as two or three loops",
+    )
+
+
 class Config(Section):
     """Everything that decides a run."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    inference: InferenceConfig = InferenceConfig()
+
+    @property
+    def most_loops(self) -> int:
+        """Loops that a run without a fixed number of them may take."""
+        trained = self.model.loops
+        return self.inference.max_loops or (2 * trained if self.model.shared_block else trained)
 
     @model_validator(mode="after")
     def _check(self) -> Config:

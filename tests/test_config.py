@@ -275,3 +275,15 @@ def test_configurations_are_frozen() -> None:
     with pytest.raises(ValidationError):
         validate({}).model.loops = 3  # type: ignore[misc]
     assert Config() == validate({})
+
+
+def test_a_model_from_before_any_time_inference_has_its_defaults(tmp_path: Path) -> None:
+    old = Config().model_dump(mode="json")
+    del old["inference"]
+    assert load_config(written(tmp_path, yaml.safe_dump(old))) == Config()
+
+
+def test_loops_without_a_fixed_number_end_at_twice_the_trained_or_where_it_is_said() -> None:
+    assert resolve_config("2d", "rdvit", settings=["model.loops=5"]).most_loops == 10
+    assert resolve_config("2d", "vit", settings=["model.loops=5"]).most_loops == 5
+    assert resolve_config("2d", "rdvit", settings=["model.loops=5", "inference.max_loops=7"]).most_loops == 7

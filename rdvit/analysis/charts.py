@@ -55,20 +55,25 @@ def loops_curve(rows: Sequence[Mapping[str, Any]], *, trained_loops: int | None 
     Args:
         rows: One per number of loops: "loops", "dice" (the mean) and "dice_NAME" for every structure. A row may
             name its "halting" ("act" or "none"). Curves with ACT are dashed: they are flat once all tokens have halted,
-            so only those without halting show that depth is used.
+            so only those without halting show that depth is used. Where "loops" is "auto", the mean is a star at
+            "loops_taken".
         trained_loops: Loops in training, marked by a vertical line.
         title: Printed above.
     """
     fig, ax = _new_chart(6.4, 4.2)
     for mode in dict.fromkeys(row.get("halting") for row in rows):
-        group = sorted((row for row in rows if row.get("halting") == mode), key=lambda row: row["loops"])
+        of_mode = [row for row in rows if row.get("halting") == mode]
+        group = sorted((row for row in of_mode if row["loops"] != "auto"), key=lambda row: row["loops"])
         suffix = {None: "", "none": ", no halting", "act": ", ACT"}.get(mode, f", {mode}")
         _dice_lines(ax, group, "loops", suffix=suffix, linestyle="--" if mode == "act" else "-")
+        for row in of_mode:
+            if row["loops"] == "auto":
+                ax.plot(row["loops_taken"], row["dice"], "k*", markersize=14, label=f"mean, auto{suffix}")
     if trained_loops is not None:
         ax.axvline(trained_loops, color="0.5", linewidth=1, linestyle=":", zorder=0)
         ax.annotate(" trained", (trained_loops, 0.02), xycoords=("data", "axes fraction"), fontsize=9, color="0.4")
     _finish(ax, "Dice", "loops at inference")
-    ax.set_xticks(sorted({row["loops"] for row in rows}))
+    ax.set_xticks(sorted({row["loops"] for row in rows} - {"auto"}))
     ax.set_title(title or "Dice against loops", fontsize=12, loc="left")
     return fig
 

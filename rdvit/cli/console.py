@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rdvit.errors import ConfigError, DataError
 
@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Report = Callable[[str, int, int], None]
+
+
+def parse_loops(text: str | None) -> int | Literal["auto"] | None:
+    """``--loops``: a number, or ``auto``.
+
+    Raises:
+        ConfigError: If it is neither, or less than 1.
+    """
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    if not text.removeprefix("-").isdecimal():
+        raise ConfigError(f"expected a number of loops or auto, found '{text}'")
+    if int(text) < 1:
+        raise ConfigError(f"expected at least 1 loop, found {text}")
+    return int(text)
 
 
 def console() -> Console:

@@ -36,5 +36,5 @@ def demo(
     evaluate.evaluate(data=data, model=str(run), loops="1,2,4,6,12", out=out / "evaluation", runs=runs)
     case = data / "training" / "patient001" / "patient001_frame01.nii.gz"
     say(f"4. segmenting {case} with 12 loops")
-    infer.infer([case], out / "segmentations", str(run), loops=12, maps=True, preview=True, overwrite=True, runs=runs)
+    infer.infer([case], out / "segmentations", str(run), loops="12", maps=True, preview=True, overwrite=True, runs=runs)
     say(f"5. metrics and figures: mlflow ui --backend-store-uri sqlite:///{(runs / 'mlflow.db').as_posix()}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rdvit.cli.console import check_output, console, error_line, print_json, print_table, progress_bar
+from rdvit.cli.console import check_output, console, error_line, parse_loops, print_json, print_table, progress_bar
 from rdvit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def evaluate(
     model: Annotated[
         str | None, typer.Option(help="Model folder, run or model of the package; the newest finished run, else acdc-2d.")
     ] = None,
-    loops: Annotated[str | None, typer.Option(help="Loops, several with commas: 1,2,4,8,12.")] = None,
+    loops: Annotated[str | None, typer.Option(help="Loops, several with commas: 1,2,4,auto. As in infer.")] = None,
     halting: Annotated[Literal["act", "none"] | None, typer.Option(help="Stop tokens by ACT, or run all loops.")] = None,
     merge: Annotated[str, typer.Option(help="Share of similar tokens to merge, several with commas: 0,0.1,0.25.")] = "0",
     pred: Annotated[Path | None, typer.Option(help="Folder of predictions to score against --ref.")] = None,
@@ -102,6 +102,8 @@ def _score_model(data: Path | None, split: str, model: str | None, how: tuple[An
                 "data": str(source),
                 "split": split,
                 "loops": number,
+                "loops_taken": _mean([result.loops for result in results]),
+                "seconds_per_case": _mean([result.seconds for result in results]),
                 "halting": halting or info.config.model.halting,
                 "merge": merging.rate,
                 "precision": predictor.precision.name,
@@ -153,16 +155,16 @@ def _names_in(files: list[Path]) -> dict[int, str]:
     return {value: f"label_{value}" for value in values}
 
 
-def _numbers(text: str | None) -> list[int]:
+def _mean(values: list[float | None]) -> float | None:
+    """Mean over the cases that did not fail."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _numbers(text: str | None) -> list[int | Literal["auto"]]:
     if text is None:
         return []
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"expected --loops like 1,2,4,8, found '{text}'") from None
-    if min(numbers) < 1:
-        raise ConfigError(f"expected at least 1 loop, found {min(numbers)}")
-    return numbers
+    return [number for part in text.split(",") if (number := parse_loops(part.strip())) is not None]
 
 
 def _rates(text: str) -> list[float]:
@@ -173,12 +175,12 @@ def _rates(text: str) -> list[float]:
 
 
 def _row(summary: dict[str, Any]) -> dict[str, Any]:
-    """One line for a run of all cases: loops, halting, merging, mean Dice, Dice per structure, HD95, EF error."""
+    """One line for a run of all cases: loops, halting, merging, time, mean Dice, Dice per structure, HD95, EF error."""
     from rdvit.evaluation.summary import dice_table
 
     table = {row["structure"]: row for row in dice_table(summary)}
     run = summary["run"]
-    row = {key: run[key] for key in ("loops", "halting", "merge") if key in run}
+    row = {key: run[key] for key in ("loops", "loops_taken", "halting", "merge", "seconds_per_case") if key in run}
     row |= {"dice": table["mean"]["Dice"]} | {f"dice_{n}": r["Dice"] for n, r in table.items() if n != "mean"}
     row["hd95_mm"] = table["mean"]["HD95"]
     agreement = summary.get("cardiac", {}).get("agreement", {})

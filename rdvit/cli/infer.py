@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rdvit.cli.console import check_output, console, ends_on_sigterm, error_line, print_json, print_table, progress_bar
+from rdvit.cli.console import (
+    check_output,
+    console,
+    ends_on_sigterm,
+    error_line,
+    parse_loops,
+    print_json,
+    print_table,
+    progress_bar,
+)
 from rdvit.cli.startup import import_monai
 from rdvit.errors import ConfigError, DataError, ModelError, RdvitError
 
@@ -29,7 +38,12 @@ def infer(
     model: Annotated[
         str | None, typer.Option(help="Model folder, run or model of the package; the newest finished run, else acdc-2d.")
     ] = None,
-    loops: Annotated[int | None, typer.Option(help="Number of loops; as trained where not given.")] = None,
+    loops: Annotated[
+        str | None, typer.Option(help="Number of loops, or auto: until the segmentation settles; as trained where not given.")
+    ] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option(help="Time for a case: loops go on while it lasts, at most --loops.", show_default=False)
+    ] = None,
     halting: Annotated[Literal["act", "none"] | None, typer.Option(help="Stop tokens by ACT, or run all loops.")] = None,
     frame: Annotated[int | None, typer.Option(help="Frame of a 4D file, from 1.")] = None,
     all_frames: Annotated[
@@ -56,9 +70,12 @@ def infer(
     """
     if frame is not None and all_frames:
         raise ConfigError("expected --frame or --all-frames, found both")
+    if max_seconds is not None and not max_seconds > 0:
+        raise ConfigError(f"expected --max-seconds above 0, found {max_seconds:g}")
+    number = parse_loops(loops)
     targets = {file: out / stem for file, stem in _targets(_files(inputs), out).items()}
     check_output(out, [], overwrite)
-    wishes = Wishes(loops, halting, frame, all_frames, series, maps, preview)
+    wishes = Wishes(number, max_seconds, halting, frame, all_frames, series, maps, preview)
 
     import_monai()
     from rdvit import __version__
@@ -106,7 +123,8 @@ def infer(
 class Wishes:
     """What the user wants of every file."""
 
-    loops: int | None
+    loops: int | Literal["auto"] | None
+    max_seconds: float | None  # for a file; the frames of a cine share it
     halting: Literal["act", "none"] | None
     frame: int | None
     all_frames: bool
@@ -176,7 +194,7 @@ def _results(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
     """Segment one file and write its results beside each other; returns what was written and measured."""
     import numpy as np
 
-    from rdvit.data.volume import read_frames, read_image
+    from rdvit.data.volume import frame_count, read_frames, read_image
     from rdvit.evaluation.cardiac import cine_measures, structure_volumes_ml
     from rdvit.inference.batch import named
     from rdvit.inference.writer import write_labels, write_map
@@ -184,8 +202,11 @@ def _results(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
     names = predictor.info.class_names
     predictions, volumes_T = [], []
     images = read_frames(file, wishes.series) if wishes.all_frames else [read_image(file, wishes.frame, wishes.series)]
+    seconds = wishes.max_seconds
+    if seconds is not None and wishes.all_frames:
+        seconds /= frame_count(file, wishes.series)
     for image in images:
-        predictions.append(predictor(image, wishes.loops, wishes.halting, wishes.maps))
+        predictions.append(predictor(image, wishes.loops, wishes.halting, wishes.maps, seconds))
         volumes_T.append(structure_volumes_ml(predictions[-1].labels_XYZ, image.spacing, names))
 
     def joined(arrays: list[Any]) -> np.ndarray:
@@ -209,6 +230,8 @@ def _results(predictor: Predictor, file: Path, target: Path, wishes: Wishes) -> 
         written["preview"] = _preview(image, predictions[shown].labels_XYZ, names, file, named(target, "preview.png"))
     result |= {
         "loops": predictions[0].loops,
+        "loops_taken": float(np.mean([p.loops_taken for p in predictions])),
+        "max_seconds": wishes.max_seconds,
         "merge": predictor.merging.rate if predictor.merging is not None else 0.0,
         "mean_loops": float(np.mean([p.mean_steps for p in predictions])),
         "seconds": sum(sum(p.seconds.values()) for p in predictions),
@@ -297,12 +320,20 @@ def _write_record(out: Path, model: Path, done: list[dict[str, Any]], failures: 
             path.write_text(to_json({"failures": failures}), encoding="utf-8")
 
 
+def _told_loops(case: dict[str, Any]) -> str:
+    """Mean loops of a token, those of the slices or windows that were run, and what set them."""
+    if case["loops"] == "auto" or case["max_seconds"] is not None:
+        asked = "auto" if case["loops"] == "auto" else f"at most {case['loops']}"
+        return f"{case['mean_loops']:.2f} of {case['loops_taken']:.2f} ({asked})"
+    return f"{case['mean_loops']:.2f} of {case['loops']}"
+
+
 def _tell(done: list[dict[str, Any]], skipped: int, failures: list[dict[str, str]]) -> None:
     rows = [
         {
             "mask": case["mask"],
             **{f"{name} (mL)": volume for name, volume in case["volumes_ml"].items()},
-            "loops": f"{case['mean_loops']:.2f} of {case['loops']}",
+            "loops": _told_loops(case),
             "seconds": case["seconds"],
         }
         for case in done

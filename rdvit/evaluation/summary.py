@@ -52,6 +52,8 @@ class CaseResult:
         failed: Why there is no usable prediction; None if there is one.
         prediction_file: Where the prediction was read from.
         reference_file: Where the reference was read from.
+        loops: Loops that the network took, mean over slices or windows; None where the prediction was read, or failed.
+        seconds: What the prediction took, if it was not read.
     """
 
     case: str
@@ -61,6 +63,8 @@ class CaseResult:
     failed: str | None = None
     prediction_file: str | None = None
     reference_file: str | None = None
+    loops: float | None = None
+    seconds: float | None = None
 
 
 def summarize(results: Sequence[CaseResult], class_names: Mapping[int, str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,30 +13,45 @@ from rdvit.data.volume import Volume, check_same_grid, read_image, read_labels
 from rdvit.errors import ModelError, RdvitError
 from rdvit.evaluation.metrics import case_metrics, missing_prediction_metrics
 from rdvit.evaluation.summary import CaseResult
+from rdvit.inference.anytime import Loops
 from rdvit.inference.predictor import Predictor
 from rdvit.models.segmenter import Halting
 
 Report = Callable[[str, int, int], None]
+Predicted = tuple[np.ndarray, float | None, float | None]  # labels (X, Y, Z), loops and seconds that it took
 
 
 def score_cases(
     predictor: Predictor,
     cases: Sequence[Case],
     class_names: dict[int, str],
-    loops: int | None = None,
+    loops: Loops | None = None,
     halting: Halting | None = None,
     report: Report = lambda text, done, total: None,
 ) -> list[CaseResult]:
     """Segment every case and compare with its reference, on the file's own grid.
+
+    Args:
+        predictor: The model.
+        cases: What to segment.
+        class_names: Label value to structure name.
+        loops: As for the predictor.
+        halting: As for the predictor.
+        report: Told of every case that is done.
 
     A case that fails is a failure in the result, scored like an empty prediction; it never stops the others.
 
     Raises:
         ModelError: If the model cannot do what is asked of it, whatever the case.
     """
+
+    def predict(image: Volume, _: Path | None) -> Predicted:
+        made = predictor(image, loops, halting)
+        return made.labels_XYZ, made.loops_taken, sum(made.seconds.values())
+
     results = []
     for done, case in enumerate(cases, start=1):
-        results.append(_score(case, class_names, lambda image, _: predictor(image, loops, halting).labels_XYZ, None))
+        results.append(_score(case, class_names, predict, None))
         report(f"scoring {case.id}", done, len(cases))
     return results
 
@@ -49,33 +65,34 @@ def score_folder(folder: Path, cases: Sequence[Case], class_names: dict[int, str
 
 
 def _score(
-    case: Case, class_names: dict[int, str], predict: Callable[[Volume, Path | None], np.ndarray], file: Path | None
+    case: Case, class_names: dict[int, str], predict: Callable[[Volume, Path | None], Predicted], file: Path | None
 ) -> CaseResult:
-    files = {"prediction_file": _name(file), "reference_file": _name(case.label)}
+    scored = CaseResult(case.id, case.patient, case.phase, prediction_file=_name(file), reference_file=_name(case.label))
     try:
         if case.label is None:
             raise RdvitError("has no label to compare with", file=case.image)
         reference = read_labels(case.label)
     except RdvitError as error:
-        return CaseResult(case.id, case.patient, case.phase, {}, str(error), **files)
+        return replace(scored, failed=str(error))
     try:
         image = read_image(case.image) if case.image != case.label else reference
         check_same_grid(image, reference)
-        metrics = case_metrics(predict(image, file), reference.array, reference.spacing, class_names)
-        return CaseResult(case.id, case.patient, case.phase, metrics, None, **files)
+        labels_XYZ, loops, seconds = predict(image, file)
+        metrics = case_metrics(labels_XYZ, reference.array, reference.spacing, class_names)
+        return replace(scored, metrics=metrics, loops=loops, seconds=seconds)
     except ModelError:
         raise
     except RdvitError as error:
         metrics = missing_prediction_metrics(reference.array, reference.spacing, class_names)
-        return CaseResult(case.id, case.patient, case.phase, metrics, str(error), **files)
+        return replace(scored, metrics=metrics, failed=str(error))
 
 
-def _read_prediction(image: Volume, file: Path | None) -> np.ndarray:
+def _read_prediction(image: Volume, file: Path | None) -> Predicted:
     if file is None:
         raise RdvitError("no prediction was found for this case")
     prediction = read_labels(file)
     check_same_grid(image, prediction)
-    return prediction.array
+    return prediction.array, None, None
 
 
 def _name(file: Path | None) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,13 @@ from rdvit.data.components import largest_component
 from rdvit.data.transforms import Frame, prepare_image, restore
 from rdvit.data.volume import Volume
 from rdvit.errors import DataError, ModelError
+from rdvit.inference.anytime import Loops, Pace
 from rdvit.inference.precision import Precision, autocast, choose_device, choose_precision
 from rdvit.models.merging import Merging
 from rdvit.models.recurrence import LoopRecord
 from rdvit.models.segmenter import Halting, Segmenter, crop
+
+_log = logging.getLogger("rdvit")
 
 SLICES_PER_BATCH = 4
 OVERLAP = 0.5
@@ -35,19 +40,22 @@ class Prediction:
 
     Attributes:
         labels_XYZ: Label values as in ``class_names`` of the model, uint8 or uint16.
-        loops: Loops that were asked for.
+        loops: Loops that were asked for; where time was limited, the most that were allowed.
         mean_steps: Mean number of loops over all voxels, those of halted tokens counted until they halted.
         seconds: Time in preprocessing, network and postprocessing.
         steps_XYZ: Loops until the token of each voxel halted, float32; only with maps.
         entropy_XYZ: Entropy of the class probabilities in nats, float32; only with maps.
+        loops_taken: Loops that were run, mean over slices or windows: fewer than asked for where they ended early, or where all
+            tokens had halted.
     """
 
     labels_XYZ: np.ndarray
-    loops: int
+    loops: Loops
     mean_steps: float
     seconds: dict[str, float]
     steps_XYZ: np.ndarray | None = None
     entropy_XYZ: np.ndarray | None = None
+    loops_taken: float = math.nan
 
 
 class Predictor:
@@ -84,17 +92,25 @@ class Predictor:
         self.class_values = np.array([0, *info.class_names])
         self.spacing = self.config.data.working_spacing
         self.keep_largest = self.config.data.keep_largest is True if keep_largest is None else keep_largest
+        self.decode_rate: float | None = None
 
     def __call__(
-        self, volume: Volume, loops: int | None = None, halting: Halting | None = None, maps: bool = False
+        self,
+        volume: Volume,
+        loops: Loops | None = None,
+        halting: Halting | None = None,
+        maps: bool = False,
+        max_seconds: float | None = None,
     ) -> Prediction:
         """Segment a volume as read from its file.
 
         Args:
             volume: The image.
-            loops: Number of loops; the trained depth where None.
+            loops: Number of loops, or ``auto`` to end each batch of slices, or window, when it has settled (``inference`` of
+                the configuration); the trained depth where None, the most that are allowed where time is limited.
             halting: ``act`` or ``none``; as trained where None.
             maps: Make the halting and the entropy map, too.
+            max_seconds: Time for all of it; loops go on while it lasts, at most ``loops``, at least one.
 
         Raises:
             DataError: If the network gives values that are not finite.
@@ -103,38 +119,52 @@ class Predictor:
         start = time.perf_counter()
         image_1XYZ, frame = prepare_image(volume, self.spacing, self.config.data.clip_percentiles)
         prepared = time.perf_counter()
+        # The way back to the file's grid takes about as long as the way from it.
+        seconds = None if max_seconds is None else max_seconds - 2 * (prepared - start)
+        pace = Pace(self.config.inference, loops == "auto", seconds, self.decode_rate)
+        if loops is None:
+            loops = self.config.model.loops if max_seconds is None else self.config.most_loops
         try:
-            output_CXYZ = self.run(image_1XYZ, loops, halting)
+            output_CXYZ = self._run(image_1XYZ, self.config.most_loops if loops == "auto" else loops, halting, pace)
         except RuntimeError as error:  # out of memory, most of all: this image's failure, not the program's
             raise DataError(f"the network failed: {str(error).splitlines()[0]}", file=volume.path) from error
         ran = time.perf_counter()
         if not bool(torch.isfinite(output_CXYZ).all()):
             raise DataError("the network's output is not finite", file=volume.path, hint="try --precision fp32")
+        self.decode_rate = pace.decode_rate
         prediction = self.finish(output_CXYZ, frame, loops, maps)
         done = time.perf_counter()
-        prediction.seconds.update(prepare=prepared - start, network=ran - prepared, finish=done - ran)
-        return prediction
+        if max_seconds is not None and done - start > max_seconds and max(pace.taken) == 1:
+            _log.warning("warning: %s: one loop took %.2f s, more than %.2f s", volume.path, done - start, max_seconds)
+        times = {"prepare": prepared - start, "network": ran - prepared, "finish": done - ran}
+        return replace(prediction, loops_taken=float(np.mean(pace.taken)), seconds=times)
 
-    @torch.inference_mode()
     def run(self, image_1XYZ: Tensor, loops: int | None = None, halting: Halting | None = None) -> Tensor:
         """Logits and, as a last channel, the loops of each voxel's token: (classes + 1, X, Y, Z) on the network's grid."""
+        return self._run(image_1XYZ, self.config.model.loops if loops is None else loops, halting, Pace(self.config.inference))
+
+    @torch.inference_mode()
+    def _run(self, image_1XYZ: Tensor, loops: int, halting: Halting | None, pace: Pace) -> Tensor:
+        """:meth:`run` at a pace: it says where the loops end, and is told how many were run."""
         self.model.eval()
 
         def network(images: Tensor) -> Tensor:
             with autocast(self.device, self.precision):
                 images = images.to(self.device).contiguous(memory_format=self.layout)
-                logits, record = self.model(images, loops, halting, merging=self.merging, return_record=True)
+                logits, record = pace(self.model, images, loops, halting, self.merging)
             steps_BN = (
                 record.steps_BN if record.steps_BN is not None else torch.full(record.tokens_BND.shape[:2], float(record.loops))
             )
             return torch.cat([logits.float().cpu(), self._to_voxels(steps_BN.cpu(), images.shape[2:])], dim=1)
 
         if self.config.model.spatial_dims == 2:
-            slices_ZCXY = image_1XYZ.movedim(-1, 0)
-            return torch.cat([network(batch) for batch in slices_ZCXY.split(SLICES_PER_BATCH)]).movedim(0, -1)
+            batches = image_1XYZ.movedim(-1, 0).split(SLICES_PER_BATCH)
+            pace.batches = len(batches)
+            return torch.cat([network(batch_BCXY) for batch_BCXY in batches]).movedim(0, -1)
         window = self.window(tuple(image_1XYZ.shape[1:]))
         if window == tuple(image_1XYZ.shape[1:]):
             return network(image_1XYZ[None])[0]
+        pace.batches = window_count(tuple(image_1XYZ.shape[1:]), window)
         tiles = sliding_window_inference(
             image_1XYZ[None],
             window,
@@ -175,7 +205,7 @@ class Predictor:
             limits = trained
         return tuple(min(n, limit) for n, limit in zip(shape, limits, strict=True))
 
-    def finish(self, output_CXYZ: Tensor, frame: Frame, loops: int | None, maps: bool) -> Prediction:
+    def finish(self, output_CXYZ: Tensor, frame: Frame, loops: Loops | None, maps: bool) -> Prediction:
         """Labels and maps on the file's grid from what :meth:`run` gives."""
         restored_CXYZ = restore(output_CXYZ if maps else output_CXYZ[:-1], frame)
         logits_CXYZ = restored_CXYZ[: len(self.class_values)]
@@ -198,3 +228,8 @@ class Predictor:
         grid = [-(-size // p) for size, p in zip(sizes, patch, strict=True)]
         voxels = F.interpolate(steps_BN.view(len(steps_BN), 1, *grid), scale_factor=[float(p) for p in patch], mode="nearest")
         return crop(voxels, sizes)
+
+
+def window_count(shape: tuple[int, ...], window: tuple[int, ...]) -> int:
+    """Windows of :func:`monai.inferers.sliding_window_inference` over a volume that is at least as large as one."""
+    return math.prod(-(-(n - w) // max(int(w * (1 - OVERLAP)), 1)) + 1 for n, w in zip(shape, window, strict=True))

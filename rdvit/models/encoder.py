@@ -227,6 +227,20 @@ class RecurrentViT(nn.Module):
         Raises:
             ModelError: If an axis is not a multiple of the patch.
         """
+        e_BND, skips, grid = self.begin(images)
+        loops = self.config.loops if loops is None else loops
+        keep_states = keep_states or bool(early)
+        skip = not torch.is_grad_enabled()
+        record = self.recurrence(e_BND, grid, loops, halts_B, skip=skip, keep_states=keep_states, merging=merging)
+        early_maps = [self.finish(record.states[min(t, record.loops) - 1], grid) for t in early] if record.states else []
+        return Encoding(self.finish(record.tokens_BND, grid), skips, grid, record, early_maps)
+
+    def begin(self, images: Tensor) -> tuple[Tensor, list[Tensor], tuple[int, ...]]:
+        """What comes before the loop: the encoded input (B, N, D), the stem's skips, the token grid.
+
+        Raises:
+            ModelError: If an axis is not a multiple of the patch.
+        """
         sizes = tuple(images.shape[2:])
         if len(sizes) != len(self.patch_size) or any(s % p for s, p in zip(sizes, self.patch_size, strict=True)):
             raise ModelError(f"expected image sizes that are multiples of the patch {self.patch_size}, found {sizes}")
@@ -235,14 +249,9 @@ class RecurrentViT(nn.Module):
         e_BND = embed(token_map, self.embed_norm, self.config)
         for block in self.prelude:
             e_BND = block(e_BND, grid)[0]
-        loops = self.config.loops if loops is None else loops
-        keep_states = keep_states or bool(early)
-        skip = not torch.is_grad_enabled()
-        record = self.recurrence(e_BND, grid, loops, halts_B, skip=skip, keep_states=keep_states, merging=merging)
-        early_maps = [self._finish(record.states[min(t, record.loops) - 1], grid) for t in early] if record.states else []
-        return Encoding(self._finish(record.tokens_BND, grid), skips, grid, record, early_maps)
+        return e_BND, skips, grid
 
-    def _finish(self, h_BND: Tensor, grid: tuple[int, ...]) -> Tensor:
+    def finish(self, h_BND: Tensor, grid: tuple[int, ...]) -> Tensor:
         """Token map (B, D, *grid) of a state or read-out: coda, norm."""
         for block in self.coda:
             h_BND = block(h_BND, grid)[0]

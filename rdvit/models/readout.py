@@ -65,15 +65,20 @@ class HaltingState:
         stops = active & ((self.cumulative_BN + p_BN >= 1 - self.epsilon) | last)
         remainder = 1 - self.cumulative_BN
         weight_BN = torch.where(stops, remainder, torch.where(active, p_BN, 0.0))
-        self.remainder_BN = torch.where(stops, remainder, self.remainder_BN)
+        self.remainder_BN = torch.where(active, remainder, self.remainder_BN)
         self.cumulative_BN = torch.where(active & ~stops, self.cumulative_BN + p_BN, self.cumulative_BN)
         self.steps_BN = self.steps_BN + active
         self.halted_BN = self.halted_BN | stops
         return weight_BN
 
     @property
+    def rest_BN(self) -> Tensor:
+        """What each token has not given to any loop; if the loop ends here, it goes to the last one. 0 where it halted."""
+        return torch.where(self.halted_BN, 0.0, 1 - self.cumulative_BN)
+
+    @property
     def ponder_BN(self) -> Tensor:
-        """Graves's cost ``n + R`` of each token; between 2 and T + 1 at the end."""
+        """Graves's cost ``n + R`` of each token if the loop ends here; between 2 and T + 1 after T loops."""
         return self.steps_BN + self.remainder_BN
 
 

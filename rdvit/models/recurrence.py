@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,33 @@ class Turn(NamedTuple):
     merger: TokenMerger | None = None
 
 
+@dataclass
+class Progress:
+    """What a run of the loop has gathered so far.
+
+    Attributes:
+        h_BND: The state.
+        loops: Loops that the run goes on to if nobody ends it.
+        merger: What merges tokens.
+        halting: Running sums of ACT.
+        y_BND: The read-out of ACT without what active tokens have left.
+        residuals: Of each loop, as in :class:`LoopRecord`; as many as loops were run.
+        states: Of each loop, where they are kept.
+        weights: Read-out weights of each loop, of ACT.
+        routings: Gate weights and balance term of each loop, of experts.
+    """
+
+    h_BND: Tensor
+    loops: int
+    merger: TokenMerger | None = None
+    halting: HaltingState | None = None
+    y_BND: Tensor | float = 0.0
+    residuals: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    routings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
 class Recurrence(nn.Module):
     """The loop with its parts, as the configuration chooses them.
 
@@ -129,45 +156,74 @@ class Recurrence(nn.Module):
             ModelError: If the loops are fewer than 1 or more than an unshared stack has blocks, if halting is asked of a
                 model without a halting head, or merging in training, or by a schedule that goes on while tokens halt.
         """
+        *_, progress = self.run(e_BND, grid, loops, halts_B, skip, keep_states, merging)
+        return self.record(progress, keep_states)
+
+    def run(
+        self,
+        e_BND: Tensor,
+        grid: tuple[int, ...],
+        loops: int,
+        halts_B: Tensor | None = None,
+        skip: bool = False,
+        keep_states: bool = False,
+        merging: Merging | None = None,
+    ) -> Iterator[Progress]:
+        """The loop of :meth:`forward`, with a stop after each turn, so that it can be left there.
+
+        Yields:
+            What has gathered so far, each time the same object; :meth:`record` says what the loop gives if it ends there.
+        """
         self._check(loops, halts_B)
         merger = None if merging is None or not merging.rate else self._merger(merging, e_BND.shape[1], loops, halts_B)
-        halting: HaltingState | None = None
-        h_BND, carry = e_BND, None
-        y_BND: Tensor | float = 0.0
-        states, residuals, weights, routings = [], [], [], []
+        progress, carry = Progress(e_BND, loops, merger), None
         for t in range(loops):
-            selection = _select(halting, skip) if halting is not None else None
+            selection = _select(progress.halting, skip) if progress.halting is not None else None
             if selection is not None and selection.index_BM is not None and selection.index_BM.shape[1] == 0:
                 break  # every token has halted
-            before_BND = h_BND
+            before_BND = progress.h_BND
             with self._gradient(t, loops):
-                carry, routing = self._run_step(Turn(t, loops, grid, selection, merger), e_BND, h_BND, carry)
-                h_BND = carry.h_BND
+                carry, routing = self._run_step(Turn(t, loops, grid, selection, merger), e_BND, before_BND, carry)
+                progress.h_BND = h_BND = carry.h_BND
                 before_BND = before_BND if merger is None else merger.align(before_BND)
                 if halts_B is not None and t == 0:
-                    halting = HaltingState(h_BND, self.config.halting_epsilon)
+                    progress.halting = HaltingState(h_BND, self.config.halting_epsilon)
+                halting = progress.halting
                 if routing:
                     active_BN = None if halting is None else ~halting.halted_BN
                     gates_BME, balance = _whole(routing, selection, active_BN)
-                    routings.append((gates_BME if merger is None else merger.unmerge(gates_BME), balance))
+                    progress.routings.append((gates_BME if merger is None else merger.unmerge(gates_BME), balance))
                 if halting is not None and halts_B is not None and self.halting is not None:
                     p_BN = self.halting(h_BND) * halts_B[:, None]
-                    weights.append(halting.update(p_BN, last=t == loops - 1))
-                    y_BND = y_BND + weights[-1][..., None].to(h_BND.dtype) * h_BND
-            residuals.append(relative_step(before_BND, h_BND, None if merger is None else merger.mass_BM))
+                    progress.weights.append(halting.update(p_BN, last=t == loops - 1))
+                    progress.y_BND = progress.y_BND + progress.weights[-1][..., None].to(h_BND.dtype) * h_BND
+            progress.residuals.append(relative_step(before_BND, h_BND, None if merger is None else merger.mass_BM))
             if keep_states or self.soft is not None:
-                states.append(h_BND if merger is None else merger.unmerge(h_BND))
-        record = LoopRecord(h_BND, len(residuals), torch.stack(residuals), states if keep_states else None)
-        if halting is not None and isinstance(y_BND, Tensor):
+                progress.states.append(h_BND if merger is None else merger.unmerge(h_BND))
+            yield progress
+
+    def record(self, progress: Progress, keep_states: bool = False) -> LoopRecord:
+        """What the loop gives if it ends here, which is what a run of so many loops gives.
+
+        Tokens that have not halted then give what they have left to this loop, as they do to the last one.
+        """
+        p, ran = progress, len(progress.residuals)
+        record = LoopRecord(p.h_BND, ran, torch.stack(p.residuals), list(p.states) if keep_states else None)
+        if p.halting is not None and isinstance(p.y_BND, Tensor):
+            y_BND, weights = p.y_BND, p.weights
+            if ran < p.loops:
+                rest_BN = p.halting.rest_BN
+                y_BND = y_BND + rest_BN[..., None].to(y_BND.dtype) * p.h_BND
+                weights = [*weights[:-1], weights[-1] + rest_BN]
             record.tokens_BND, record.weights_BNT = y_BND, torch.stack(weights, dim=-1)
-            record.steps_BN, record.ponder_BN = halting.steps_BN, halting.ponder_BN
+            record.steps_BN, record.ponder_BN = p.halting.steps_BN, p.halting.ponder_BN
         elif self.soft is not None:
-            record.tokens_BND, record.weights_BNT = self.soft(states)
-        if routings:
-            record.gates_TBNE = torch.stack([gates.detach() for gates, _ in routings])
-            balances_T = torch.stack([balance for _, balance in routings])
+            record.tokens_BND, record.weights_BNT = self.soft(p.states)
+        if p.routings:
+            record.gates_TBNE = torch.stack([gates.detach() for gates, _ in p.routings])
+            balances_T = torch.stack([balance for _, balance in p.routings])
             record.balance = balances_T.sum() / (balances_T > 0).sum().clamp(min=1)  # it is 0 where nobody was active
-        return record if merger is None or merger.groups is None else _unmerged(record, merger.groups)
+        return record if p.merger is None or p.merger.groups is None else _unmerged(record, p.merger.groups)
 
     @contextmanager
     def _gradient(self, t: int, loops: int) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal, overload
 
 import torch
@@ -72,6 +74,38 @@ class Decoder(nn.Module):
         for i, up in zip(reversed(range(len(self.ups))), self.ups, strict=True):
             x = up(x, skips[i] if self.uses_skip[i] else None)
         return self.out(x)
+
+
+@dataclass(eq=False)
+class Look:
+    """The segmentation of a batch as it is if the loop ends here; made when it is asked for, before the loop goes on.
+
+    Attributes:
+        loops: Loops so far.
+        residual_B: Relative step size of the last one, of each image.
+        make_record: Makes the record.
+        decode: Makes logits of a read-out (B, N, D).
+    """
+
+    loops: int
+    residual_B: Tensor
+    make_record: Callable[[], LoopRecord]
+    decode: Callable[[Tensor], Tensor]
+
+    @cached_property
+    def record(self) -> LoopRecord:
+        """The loop's record."""
+        return self.make_record()
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Logits (B, classes, X, Y[, Z])."""
+        return self.decode(self.record.tokens_BND)
+
+    @property
+    def decoded(self) -> bool:
+        """Whether the logits have been made."""
+        return "logits" in self.__dict__
 
 
 class Segmenter(nn.Module):
@@ -152,12 +186,7 @@ class Segmenter(nn.Module):
         Raises:
             ModelError: If the dimensions or channels are not the model's, or it cannot do what is asked.
         """
-        expected = self.config.spatial_dims + 2
-        if images.ndim != expected or images.shape[1] != self.config.in_channels:
-            raise ModelError(
-                f"expected images of {expected} axes and {self.config.in_channels} channels, found {tuple(images.shape)}"
-            )
-        padded, halts_B = pad_to_patches(images, self.encoder.patch_size), self._halts(halting, images)
+        padded, halts_B = self._padded(images), self._halts(halting, images)
         encoding = self.encoder.encode(padded, loops, halts_B, early=early or (), merging=merging)
         token_map, skips, maps = encoding.token_map, encoding.skips, [*encoding.early_maps, encoding.token_map]
         if early:
@@ -166,6 +195,45 @@ class Segmenter(nn.Module):
         if early is not None:
             return list(logits.split(len(images))), encoding.record
         return (logits, encoding.record) if return_record else logits
+
+    def looks(
+        self, images: Tensor, loops: int, halting: Halting | Tensor | None = None, merging: Merging | None = None
+    ) -> Iterator[Look]:
+        """Segment a batch with a look after each loop; whoever ends it there has what :meth:`forward` gives at so many loops.
+
+        Args:
+            images: As in :meth:`forward`.
+            loops: Number of loops if nobody ends them.
+            halting: As in :meth:`forward`.
+            merging: As in :meth:`forward`, by the schedule ``single``.
+
+        Raises:
+            ModelError: If the model cannot do what is asked, or if what its first loops do depends on how many there will be.
+        """
+        encoder = self.encoder
+        if isinstance(encoder, SRet) or self.config.bank is not None:
+            raise ModelError(
+                f"preset '{self.config.preset}' must know its number of loops beforehand and cannot be ended early",
+                hint="a number for --loops, or none, and no --max-seconds",
+            )
+        if merging is not None and merging.rate and merging.schedule != "single":
+            raise ModelError(f"merging schedule '{merging.schedule}' needs a fixed number of loops", hint="schedule single")
+        e_BND, skips, grid = encoder.begin(self._padded(images))
+
+        def decode(tokens_BND: Tensor) -> Tensor:
+            return crop(self.decoder(encoder.finish(tokens_BND, grid), skips), images.shape[2:])
+
+        loop, halts_B, skip = encoder.recurrence, self._halts(halting, images), not torch.is_grad_enabled()
+        for progress in loop.run(e_BND, grid, loops, halts_B, skip=skip, merging=merging):
+            yield Look(len(progress.residuals), progress.residuals[-1], partial(loop.record, progress), decode)
+
+    def _padded(self, images: Tensor) -> Tensor:
+        expected = self.config.spatial_dims + 2
+        if images.ndim != expected or images.shape[1] != self.config.in_channels:
+            raise ModelError(
+                f"expected images of {expected} axes and {self.config.in_channels} channels, found {tuple(images.shape)}"
+            )
+        return pad_to_patches(images, self.encoder.patch_size)
 
     def _halts(self, halting: Halting | Tensor | None, images: Tensor) -> Tensor | None:
         halting = self.config.halting if halting is None else halting

@@ -239,6 +239,17 @@ def test_loops_curve_draws_the_rows_in_order_of_loops() -> None:
     assert lines["RV"].get_color() == "#0072B2"
 
 
+def test_loops_curve_marks_loops_that_ended_by_themselves_off_the_lines() -> None:
+    fixed = [{"loops": n, "loops_taken": float(n), "dice": 0.8 + n / 100, "halting": "none"} for n in (4, 12)]
+    rows = [fixed[0], {"loops": "auto", "loops_taken": 5.25, "dice": 0.86, "halting": "none"}, fixed[1]]
+    ax = loops_curve(rows).axes[0]
+    lines = {line.get_label(): line for line in ax.lines}
+    assert list(lines["mean, no halting"].get_xdata()) == [4, 12]
+    star = lines["mean, auto, no halting"]
+    assert (list(star.get_xdata()), list(star.get_ydata()), star.get_marker()) == ([5.25], [0.86], "*")
+    assert list(ax.get_xticks()) == [4, 12]
+
+
 def test_loops_curve_tells_halting_modes_apart() -> None:
     rows = [{"loops": n, "dice": 0.8, "halting": mode} for mode in ("act", "none") for n in (1, 2)]
     fig = loops_curve(rows, trained_loops=2)

@@ -133,6 +133,24 @@ def test_several_loops_give_a_table_and_a_figure(rdvit: Rdvit, trained_run: Path
     assert f"model: {trained_run}" in outcome.stderr  # the newest finished run, and it is said
 
 
+def test_loops_that_end_by_themselves_are_a_row_and_a_star(
+    rdvit: Rdvit, trained_run: Path, phantom: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ("--data", phantom, "--runs", trained_run.parent, "--loops", "1,auto,6", "--halting", "none", *FAST, "--out", out)
+    outcome = rdvit("evaluate", *words, "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    first, auto, last = json.loads(outcome.stdout)["table"]
+    assert [row["loops"] for row in (first, auto, last)] == [1, "auto", 6]
+    assert first["loops_taken"] == 1 < auto["loops_taken"] <= 4 and last["loops_taken"] == 6  # at most twice the trained 2
+    assert all(row["seconds_per_case"] > 0 for row in (first, auto, last))
+    runs = [summary["run"] for summary in json.loads((out / "summary.json").read_text())["summaries"]]
+    assert [(run["loops"], run["loops_taken"]) for run in runs] == [(r["loops"], r["loops_taken"]) for r in (first, auto, last)]
+    with (out / "loops.csv").open(newline="") as file:
+        assert [row["loops"] for row in csv.DictReader(file)] == ["1", "auto", "6"]
+    assert (out / "loops.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_several_rates_of_merging_give_a_table(rdvit: Rdvit, trained_run: Path, phantom: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("--data", phantom, "--runs", trained_run.parent, "--merge", "0,0.4", *FAST, "--out", out)
@@ -164,8 +182,9 @@ def test_contradicting_or_missing_options(rdvit: Rdvit, phantom: Path, copies: P
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--loops", "1,many"], "expected --loops like 1,2,4,8, found '1,many'"),
+        (["--loops", "1,many"], "expected a number of loops or auto, found 'many'"),
         (["--loops", "0,2"], "expected at least 1 loop, found 0"),
+        (["--loops", "2,automatic"], "expected a number of loops or auto, found 'automatic'"),
         (["--merge", "0,half"], "expected --merge like 0,0.1,0.25, found '0,half'"),
         (["--merge", "0,1"], "expected a merging rate of at least 0 and below 1"),
         (["--split", "fold7-val"], "no split 'fold7-val'"),

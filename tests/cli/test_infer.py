@@ -7,11 +7,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import nibabel as nib
 import numpy as np
 import pytest
 from nibabel.eulerangles import euler2mat
+
+from rdvit.data.volume import Volume
+from rdvit.inference.predictor import Prediction, Predictor
 
 Rdvit = Callable[..., CompletedProcess[str]]
 Segment = Callable[..., CompletedProcess[str]]
@@ -136,6 +140,34 @@ def test_loops_change_the_result(segment: Segment, image: Path, tmp_path: Path) 
     assert not np.array_equal(maps[1], maps[2]) and not np.array_equal(maps[2], maps[6])
     trained = segment(image, "--json", "--out", tmp_path / "trained")
     assert json.loads(trained.stdout)["cases"][0]["loops"] == 2  # as trained where not given
+
+
+def test_auto_and_a_time_limit_say_how_many_loops_they_took(
+    segment: Segment, rdvit: Rdvit, image: Path, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    cases = {}
+    for name, words in {
+        "auto": ("--loops", "auto"),
+        "hurried": ("--max-seconds", "0.001", "--loops", "3"),
+        "patient": ("--max-seconds", "600"),
+        "both": ("--max-seconds", "600", "--loops", "auto"),
+    }.items():
+        outcome = segment(image, "--json", "--halting", "none", "--out", tmp_path / name, *words)
+        assert outcome.returncode == 0
+        assert ("one loop took" in outcome.stderr) == (name == "hurried")
+        (cases[name],) = json.loads(outcome.stdout)["cases"]
+        record = json.loads((tmp_path / name / "patient001_frame01_result.json").read_text())
+        assert record["loops_taken"] == cases[name]["loops_taken"]
+    asked = {name: (case["loops"], case["max_seconds"]) for name, case in cases.items()}
+    assert asked == {"auto": ("auto", None), "hurried": (3, 0.001), "patient": (4, 600), "both": ("auto", 600)}
+    assert cases["hurried"]["loops_taken"] == 1 < cases["patient"]["loops_taken"] == 4  # at most twice the trained 2
+    assert cases["both"]["loops_taken"] == cases["auto"]["loops_taken"] <= 4
+    one = tmp_path / "one"
+    assert segment(image, "--loops", "1", "--halting", "none", "--out", one).returncode == 0
+    mask = "patient001_frame01_seg.nii.gz"
+    assert np.array_equal(data_of(tmp_path / "hurried" / mask), data_of(one / mask))
+    words = ("--model", tiny_model_folder, "--out", tmp_path / "told", "--max-seconds", "600", "--halting", "none")
+    assert "4.00 of 4.00 (at most 4)" in rdvit("infer", image, *words).stderr
 
 
 def test_two_files_of_one_name_are_told_apart(segment: Segment, image: Path, tmp_path: Path) -> None:
@@ -287,6 +319,10 @@ def test_without_a_run_the_model_of_the_package_segments_and_says_so(rdvit: Rdvi
 
 def test_options_that_cannot_work(segment: Segment, image: Path) -> None:
     refused(segment(image, "--loops", "0"), "expected at least 1 loop, found 0")
+    refused(segment(image, "--loops", "automatic"), "expected a number of loops or auto, found 'automatic'")
+    refused(segment(image, "--loops", "2.5"), "expected a number of loops or auto, found '2.5'")
+    refused(segment(image, "--max-seconds", "-1"), "expected --max-seconds above 0, found -1")
+    refused(segment(image, "--max-seconds", "nan"), "expected --max-seconds above 0, found nan")
     refused(segment(image, "--device", "abacus"), "device 'abacus' cannot be used here")
     assert segment(image, "--precision", "fp8").returncode == 2
 
@@ -319,6 +355,18 @@ def test_all_frames_give_a_4d_mask_a_volume_curve_and_measures(segment: Segment,
     assert curve[case["measures"]["ED_frame"] - 1] == max(curve)
     assert curve[case["measures"]["ES_frame"] - 1] == min(curve)
     assert case["measures"]["LV_EDV_ml"] == max(curve)
+
+
+def test_the_frames_of_a_cine_share_the_time(segment: Segment, cine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, predict = [], Predictor.__call__
+
+    def listen(self: Predictor, volume: Volume, *rest: Any) -> Prediction:
+        limits.append(rest[-1])
+        return predict(self, volume, *rest)
+
+    monkeypatch.setattr(Predictor, "__call__", listen)
+    assert segment(cine, "--all-frames", "--max-seconds", "60").returncode == 0
+    assert limits == [60 / len(limits)] * nib.load(cine).shape[3]
 
 
 def test_a_frame_and_all_frames_contradict_each_other(segment: Segment, cine: Path) -> None:

@@ -16,6 +16,7 @@ from rdvit.data.datalist import Case, load_data
 from rdvit.data.volume import Volume, read_image, read_labels
 from rdvit.errors import DataError
 from rdvit.evaluation.summary import CaseResult, summarize
+from rdvit.inference.anytime import Loops
 from rdvit.inference.cases import score_cases, score_folder
 from rdvit.inference.predictor import Prediction, Predictor
 from rdvit.models.segmenter import Halting
@@ -125,15 +126,20 @@ class Oracle(Predictor):
     def __init__(self, cases: list[Case], fails: str | None = None) -> None:
         self.labels = {str(case.image): read_labels(str(case.label)).array for case in cases}
         self.fails = fails
-        self.asked: list[tuple[int | None, str | None]] = []
+        self.asked: list[tuple[Loops | None, str | None]] = []
 
     def __call__(
-        self, volume: Volume, loops: int | None = None, halting: Halting | None = None, maps: bool = False
+        self,
+        volume: Volume,
+        loops: Loops | None = None,
+        halting: Halting | None = None,
+        maps: bool = False,
+        max_seconds: float | None = None,
     ) -> Prediction:
         self.asked.append((loops, halting))
         if self.fails is not None and self.fails in str(volume.path):
             raise DataError("the network's output is not finite", file=volume.path)
-        return Prediction(self.labels[str(volume.path)], loops or 1, 1.0, {})
+        return Prediction(self.labels[str(volume.path)], loops or 1, 1.0, {"network": 0.5, "finish": 0.25}, loops_taken=3.5)
 
 
 def test_cases_are_scored_on_their_own_grid_with_the_loops_asked_for(cases: list[Case]) -> None:
@@ -141,6 +147,7 @@ def test_cases_are_scored_on_their_own_grid_with_the_loops_asked_for(cases: list
     results = score_cases(oracle, cases, CLASSES, 7, "none", lambda *progress: told.append(progress))
     assert all(dices(result) == [1.0, 1.0, 1.0] for result in results)
     assert oracle.asked == [(7, "none")] * 4
+    assert [(result.loops, result.seconds) for result in results] == [(3.5, 0.75)] * 4
     assert told == [(f"scoring {case.id}", i, 4) for i, case in enumerate(cases, start=1)]
 
 
@@ -151,6 +158,7 @@ def test_a_failing_case_never_stops_the_others(cases: list[Case], tmp_path: Path
     assert "gone.nii.gz: no such file" in str(results[0].failed)
     assert "not finite" in str(results[1].failed)
     assert dices(results[0]) == dices(results[1]) == [0.0, 0.0, 0.0]
+    assert results[1].loops is results[1].seconds is None
     assert dices(results[2]) == dices(results[3]) == [1.0, 1.0, 1.0]
 
 

@@ -27,6 +27,7 @@ from rdvit.data.volume import Volume, read_image
 from rdvit.errors import ConfigError, DataError, ModelError
 from rdvit.evaluation.metrics import dice
 from rdvit.inference import predictor as predictor_module
+from rdvit.inference.anytime import Pace
 from rdvit.inference.precision import Precision
 from rdvit.inference.predictor import Predictor
 from rdvit.models.build import build_segmenter
@@ -387,6 +388,88 @@ def test_gates_are_those_of_every_loop_and_token(tiny_config: MakeConfig) -> Non
     assert ((gates > 0).sum(-1) == 2).all()  # top 2 of 4
     with pytest.raises(ModelError, match="no experts"):
         network(tiny_config("2d")).gates(torch.randn(1, 1, 16, 16))
+
+
+# Any time
+
+
+def settling(changes: dict[str, Any], dim: str, preset: str, tiny_config: MakeConfig, halting: str) -> Predictor:
+    """A network whose loops are told when to end."""
+    return network(tiny_config(dim, preset, model={"halting": halting}, inference={"max_loops": 9, **changes}))
+
+
+@pytest.mark.parametrize("dim", ["2d", "3d"])
+@pytest.mark.parametrize("preset", ["rdvit", "rdvit-moe"])
+@pytest.mark.parametrize("halting", ["act", "none"])
+@pytest.mark.parametrize(
+    "changes", [{"state_residual": 0.3, "label_change": None}, {"state_residual": 0.5, "label_change": 0.3}]
+)
+def test_what_settles_is_what_a_run_of_so_many_loops_gives(
+    dim: str, preset: str, halting: str, changes: dict[str, Any], tiny_config: MakeConfig
+) -> None:
+    """Slice by slice: each batch of four has loops of its own."""
+    predictor = settling(changes, dim, preset, tiny_config, halting)
+    image_1XYZ = torch.from_numpy(smooth((30, 26, 6), AFFINES["axial"]).array)[None]
+    image_1XYZ[..., 4:] *= 0.2
+    pace = Pace(predictor.config.inference, settle=True)
+    ended = predictor._run(image_1XYZ, 9, None, pace)
+    assert len(pace.taken) == (6 if dim == "2d" else 1)
+    assert 1 < min(pace.taken) <= max(pace.taken) < 9
+    for z in range(6):
+        fixed = predictor.run(image_1XYZ, pace.taken[min(z, len(pace.taken) - 1)])
+        torch.testing.assert_close(ended[..., z], fixed[..., z], atol=1e-5, rtol=1e-5)
+
+
+def test_auto_ends_sooner_where_less_is_asked_and_says_after_how_many_loops(tiny_config: MakeConfig) -> None:
+    volume = smooth((30, 26, 9), AFFINES["axial"])
+    taken = []
+    for residual in (1e3, 0.3, 1e-9):
+        changes = {"state_residual": residual, "label_change": None}
+        prediction = settling(changes, "2d", "rdvit", tiny_config, "none")(volume, loops="auto")
+        assert prediction.loops == "auto"
+        assert prediction.mean_steps == pytest.approx(prediction.loops_taken, rel=1e-3)  # no token halts before its slice ends
+        taken.append(prediction.loops_taken)
+    assert taken[0] == 1 < taken[1] < taken[2] == 9
+    assert network(tiny_config("2d", model={"halting": "none"}))(volume, loops="auto").loops_taken <= 4  # twice the trained 2
+
+
+def test_loops_taken_are_fewer_than_asked_for_where_all_tokens_have_halted(tiny_config: MakeConfig) -> None:
+    predictor = network(tiny_config("2d"))
+    with torch.no_grad():
+        predictor.model.encoder.recurrence.halting.proj.bias += 50  # type: ignore[union-attr, operator]
+    prediction = predictor(smooth((30, 26, 2), AFFINES["axial"]), loops=5)
+    assert (prediction.loops, prediction.loops_taken) == (5, 1.0)
+
+
+@pytest.mark.parametrize("dim", ["2d", "3d"])
+def test_time_decides_how_many_loops_but_not_what_they_give(
+    dim: str, tiny_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    predictor, volume = network(tiny_config(dim, model={"halting": "none"})), smooth((30, 26, 3), AFFINES["axial"])
+    hurried = predictor(volume, loops=5, max_seconds=1e-6, maps=True)
+    assert (hurried.loops, hurried.loops_taken) == (5, 1.0)
+    assert "heart.nii.gz: one loop took" in caplog.text
+    caplog.clear()
+    patient = predictor(volume, loops=5, max_seconds=1e6, maps=True)
+    assert (patient.loops, patient.loops_taken) == (5, 5.0)
+    assert predictor(volume, max_seconds=1e6).loops_taken == 4  # twice the trained depth
+    assert not caplog.text
+    for prediction, loops in ((hurried, 1), (patient, 5)):
+        fixed = predictor(volume, loops=loops, maps=True)
+        np.testing.assert_array_equal(prediction.labels_XYZ, fixed.labels_XYZ)
+        np.testing.assert_allclose(prediction.entropy_XYZ, fixed.entropy_XYZ, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_windows_are_counted_before_they_come(tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each has its share of the time."""
+    monkeypatch.setattr(predictor_module, "WINDOW_IN_PLANE", 32)
+    monkeypatch.setattr(predictor_module, "WINDOW_SLICES", 4)
+    predictor = network(tiny_config("3d", data={"spacing": "native"}))
+    for shape in ((50, 41, 9), (32, 33, 4), (64, 32, 5)):
+        pace = Pace(predictor.config.inference)
+        predictor._run(torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)), 1, None, pace)
+        assert pace.batches == 0
+        assert len(pace.taken) > 1
 
 
 # A real file

@@ -435,3 +435,55 @@ def test_impossible_runs_are_refused(
     loop = Recurrence(small_config(**changes))
     with pytest.raises(ModelError, match=message):
         loop(tokens((4, 5)), (4, 5), loops, torch.ones(3) if halts else None)
+
+
+# Ended in between
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("halts", [None, [1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+def test_ended_after_some_loops_is_a_run_of_so_many(
+    small_config: ConfigMaker,
+    randomize: Randomize,
+    dims: int,
+    experts: ExpertsConfig | None,
+    skip: bool,
+    halts: list[float] | None,
+) -> None:
+    """With ACT what is left goes to the loop it ends at; to look does not disturb what follows."""
+    loop, grid = Recurrence(small_config(dims, experts=experts, halting_bias=-2.0)), GRIDS[dims]
+    randomize(loop)
+    e_BND, halts_B = tokens(grid), None if halts is None else torch.tensor(halts)
+    with torch.no_grad():
+        for t, progress in enumerate(loop.run(e_BND, grid, LOOPS, halts_B, skip, keep_states=True), start=1):
+            ended, fixed = loop.record(progress, keep_states=True), loop(e_BND, grid, t, halts_B, skip, keep_states=True)
+            assert ended.loops == fixed.loops == t
+            for name in ("tokens_BND", "residuals_TB", "weights_BNT", "steps_BN", "ponder_BN", "gates_TBNE", "balance"):
+                ours, theirs = getattr(ended, name), getattr(fixed, name)
+                assert (ours is None) == (theirs is None), name
+                if ours is not None:
+                    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(ended.states, fixed.states, atol=1e-5, rtol=1e-5)
+        if ended.weights_BNT is not None:
+            torch.testing.assert_close(ended.weights_BNT.sum(-1), torch.ones(e_BND.shape[:2]))
+
+
+@pytest.mark.parametrize("changes", [{**PLAIN, "readout": "soft"}, {**PLAIN, "shared_block": False, "loops": LOOPS}])
+def test_other_loops_end_in_between_as_well(small_config: ConfigMaker, randomize: Randomize, changes: dict[str, Any]) -> None:
+    loop, e_BND = Recurrence(small_config(**changes)), tokens((4, 5))
+    randomize(loop)
+    with torch.no_grad():
+        for t, progress in enumerate(loop.run(e_BND, (4, 5), LOOPS), start=1):
+            expected = loop(e_BND, (4, 5), t).tokens_BND
+            torch.testing.assert_close(loop.record(progress).tokens_BND, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_loops_are_run_when_they_are_asked_for(small_config: ConfigMaker) -> None:
+    loop, counter = Recurrence(small_config()), Counter[str]()
+    loop.blocks[0].register_forward_hook(partial(count_call, counter))
+    turns = loop.run(tokens((4, 5)), (4, 5), LOOPS)
+    for expected in (1, 2, 3):
+        loop.record(next(turns))
+        assert counter["block"] == expected

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rdvit.config import ExpertsConfig, ModelConfig
+from rdvit.config import ExpertsConfig, ModelConfig, resolve_config
 from rdvit.errors import ModelError
 from rdvit.models import segmenter as segmenter_module
+from rdvit.models.merging import Merging
 from rdvit.models.segmenter import Segmenter, pad_to_patches
 
 ConfigMaker = Callable[..., ModelConfig]
@@ -287,3 +288,61 @@ def test_examples_of_the_documentation_hold() -> None:
     results = doctest.testmod(segmenter_module)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+# Looks
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+@pytest.mark.parametrize("halting", ["act", "none"])
+def test_a_look_is_the_result_of_so_many_loops(
+    small_config: ConfigMaker,
+    randomize: Randomize,
+    dims: int,
+    experts: ExpertsConfig | None,
+    halting: Literal["act", "none"],
+) -> None:
+    """Bare looks between others, too: what was decoded before leaves no trace."""
+    changes = {"experts": experts, "halting_bias": -2.0, "prelude_depth": 1, "coda_depth": 1}
+    model = Segmenter(small_config(dims, **changes)).eval()
+    randomize(model)
+    images = image(21, 18, 3) if dims == 3 else image(21, 18)
+    with torch.inference_mode():
+        for look in model.looks(images, 5, halting):
+            assert not look.decoded
+            if look.loops in (2, 4, 5):
+                logits, record = model(images, look.loops, halting, return_record=True)
+                torch.testing.assert_close(look.logits, logits, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(look.residual_B, record.residuals_TB[-1], atol=1e-5, rtol=1e-5)
+                assert look.record.loops == record.loops == look.loops
+                assert look.decoded
+        assert look.loops == 5
+
+
+def test_looks_end_where_all_tokens_have_halted(small_config: ConfigMaker) -> None:
+    model = Segmenter(small_config(halting_bias=0.0)).eval()  # 0.5 per loop: halts at the second
+    with torch.inference_mode():
+        looks = list(model.looks(image(24, 16), 9))
+        assert [look.loops for look in looks] == [1, 2]
+        torch.testing.assert_close(looks[-1].logits, model(image(24, 16), 9))
+
+
+@pytest.mark.parametrize("preset", ["sret", "revit"])
+def test_what_must_know_its_number_of_loops_gives_no_looks(preset: str) -> None:
+    model = Segmenter(resolve_config("2d", preset, flags={"model": {"patch_size": (8, 8)}}).model).eval()
+    with pytest.raises(ModelError, match=f"preset '{preset}' must know its number of loops beforehand"):
+        next(model.looks(image(32, 32), 2))
+
+
+def test_looks_of_merged_tokens(small_config: ConfigMaker, randomize: Randomize) -> None:
+    model = Segmenter(small_config(halting_bias=-2.0)).eval()
+    randomize(model)
+    images = torch.randn(2, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        for look in model.looks(images, 4, merging=Merging(0.25)):
+            logits, record = model(images, look.loops, merging=Merging(0.25), return_record=True)
+            torch.testing.assert_close(look.logits, logits, atol=1e-5, rtol=1e-5)
+            assert look.record.merged == record.merged > 0
+        with pytest.raises(ModelError, match="needs a fixed number of loops"):
+            next(model.looks(images, 4, merging=Merging(0.25, "constant")))
