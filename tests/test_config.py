@@ -173,7 +173,8 @@ def test_truncated_gradients_and_early_stages_contradict_each_other() -> None:
     settings = ["model.backprop_loops=2", "training.supervision=stagewise"]
     with pytest.raises(ConfigError, match=r"model\.backprop_loops cuts the gradient of the early stages"):
         resolve_config("2d", "rdvit", settings=settings)
-    assert all(resolve_config("2d", "rdvit", settings=[setting]) for setting in settings)
+    assert resolve_config("2d", "rdvit", settings=settings[:1])
+    assert resolve_config("2d", "rdvit", settings=["model.backprop_loops=null", *settings[1:]])
 
 
 def test_several_faults_are_told_in_one_line(tmp_path: Path) -> None:
