@@ -284,7 +284,7 @@ class InferenceConfig(Section):
 
     max_loops: int | None = Field(None, ge=1, description="null: twice the trained depth; of an unshared stack, its blocks")
     state_residual: float = Field(
-        0.05, gt=0, description="--loops auto: the state has settled where it moved less than that, relative to its size"
+        0.1, gt=0, description="--loops auto: the state has settled where it moved less than that, relative to its size"
     )
     label_change: Share | None = Field(
         None,
