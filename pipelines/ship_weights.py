@@ -23,6 +23,7 @@ from scipy.stats import bootstrap
 
 from rdvit.atomic import write
 from rdvit.checkpoint import DESCRIPTION, SHIPPED, WEIGHTS, load_model, save_model
+from rdvit.config import merge, validate
 from rdvit.data.datalist import load_data, select
 from rdvit.data.volume import read_image
 from rdvit.errors import RdvitError
@@ -50,10 +51,12 @@ def main() -> None:
         "commit": commit(),
         "licence": given.licence,
     }
-    source = given.data or Path(training.pop("data"))  # where the data lies here is nobody's business
+    source = given.data or Path(training.pop("data"))  # where data and other models lie here is nobody's business
     training["dataset"] = load_data(source).name
+    training.pop("finetuned_from", None)
+    config = validate(merge(info.config.model_dump(), {"training": {"finetune": None, "train_only": "all"}}))
     target = SHIPPED / given.name
-    save_model(target, model, replace(info, training=training))
+    save_model(target, model, replace(info, config=config, training=training))
     tensors = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     write(target / WEIGHTS, to_bytes({name: value.contiguous() for name, value in tensors.items()}))
     megabytes = sum((target / file).stat().st_size for file in (WEIGHTS, DESCRIPTION)) / 1e6

@@ -292,3 +292,15 @@ def test_weights_in_half_precision_are_loaded_as_float32(tmp_path: Path, tiny_mo
     for name, value in model.state_dict().items():
         assert value.dtype == tensors[name].dtype
         torch.testing.assert_close(value, tensors[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["acdc-2d", "acdc-3d-moe"])
+def test_models_of_the_package_are_small_load_and_name_no_folder(name: str) -> None:
+    folder = checkpoint.SHIPPED / name
+    model, info = load_model(folder)
+    assert info.class_names == {1: "RV", 2: "MYO", 3: "LV"} and info.config.training.finetune is None
+    assert {"figures", "licence", "commit", "dataset"} <= info.training.keys()
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 8e6
+    text = (folder / checkpoint.DESCRIPTION).read_text()
+    assert '"/' not in text and "\\\\" not in text
+    assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
