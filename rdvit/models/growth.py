@@ -19,12 +19,13 @@ from rdvit.models.feedforward import hidden_width
 # What a larger network has of its own; the other settings are those of the network that it grows from.
 OWN = {"preset", "spatial_dims", "patch_size", "local_kernel", "experts", "kv_pool"}
 THROUGH = 3  # width of the local mixing along the slices, where there was none
+HOW_IT_TRAINS = {"checkpoint_loops", "backprop_loops"}  # of no meaning to a trained network
 _FFN = "encoder.recurrence.blocks.0.ffn."
 
 
 def inherited(config: ModelConfig, spatial_dims: int) -> dict[str, Any]:
     """The settings that a network of so many axes which grows from this one shares with it."""
-    shared = {key: value for key, value in config.model_dump(mode="json").items() if key not in OWN}
+    shared = {key: value for key, value in config.model_dump(mode="json").items() if key not in OWN | HOW_IT_TRAINS}
     if config.local_kernel is None or spatial_dims == config.spatial_dims:
         return shared | {"local_kernel": config.local_kernel}
     return shared | {"local_kernel": [*config.local_kernel, THROUGH]}

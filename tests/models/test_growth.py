@@ -77,6 +77,12 @@ def test_pooled_keys_need_no_weights_of_their_own(small_config: MakeConfig) -> N
     torch.testing.assert_close(large(image[..., None], loops=2)[..., 0], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_how_the_smaller_one_was_trained_is_not_inherited(small_config: MakeConfig) -> None:
+    shared = inherited(small_config(backprop_loops=2, checkpoint_loops=True, loops=5), 3)
+    assert shared["loops"] == 5 and shared["local_kernel"] == [3, 3, 3]
+    assert not {"backprop_loops", "checkpoint_loops", "patch_size", "kv_pool"} & shared.keys()
+
+
 def test_what_cannot_grow_says_why(small_config: MakeConfig) -> None:
     flat, deep = small_config(mlp_ratio=3.0), small_config(3, mlp_ratio=3.0)
     moe = small_config(3, mlp_ratio=3.0, **MOE)
