@@ -28,7 +28,7 @@ from rdvit.inference.predictor import Predictor
 from rdvit.models.build import all_parameters, build_segmenter, count_parameters
 from rdvit.training.finetune import pretrained_weights, with_spacing_of_model
 from rdvit.training.lock import sole_training
-from rdvit.training.signals import Interrupted, held
+from rdvit.training.signals import Interrupted, held, interruptions_restored
 from rdvit.training.tracking import RUN_TAG, NullTracker, make_tracker
 from rdvit.training.trainer import Report, Trainer
 from rdvit.training.validation import Validation
@@ -153,10 +153,11 @@ def _run(config: Config, split: Split, folder: Path, name: str, tracker: NullTra
     status: Any = "FAILED"
     try:
         try:
-            trainer = _trainer(config, split, folder, tracker, report)
-            _start_tracking(tracker, trainer, split, folder, name)
-            trainer.fit()
-            summary = _summary(trainer, split, folder, tracker)
+            with interruptions_restored():
+                trainer = _trainer(config, split, folder, tracker, report)
+                _start_tracking(tracker, trainer, split, folder, name)
+                trainer.fit()
+                summary = _summary(trainer, split, folder, tracker)
             status = "FINISHED"
             return summary
         except KeyboardInterrupt:

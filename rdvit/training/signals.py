@@ -79,6 +79,19 @@ def stop_if_told() -> None:
         raise Interrupted(_signals.first)
 
 
+@contextmanager
+def interruptions_restored() -> Iterator[None]:
+    """Raise :class:`Interrupted` again where it became another error.
+
+    Compiled code does that: pybind11, converting an array for Matplotlib, says that the arguments are of a wrong type.
+    """
+    try:
+        yield
+    except Exception:
+        stop_if_told()
+        raise
+
+
 def _receive(number: int, frame: FrameType | None) -> None:
     if _signals.first is None:
         _signals.first, _signals.time, _signals.pending = number, time.monotonic(), True

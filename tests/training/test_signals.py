@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rdvit.training import signals
-from rdvit.training.signals import Interrupted, held, stop_if_told, stop_signals
+from rdvit.training.signals import Interrupted, held, interruptions_restored, stop_if_told, stop_signals
 
 KINDS = [signal.SIGINT, signal.SIGTERM]
 
@@ -126,3 +126,13 @@ def test_outside_the_main_thread_nothing_changes() -> None:
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join(5)
     assert after == [before]
+
+
+def test_what_compiled_code_makes_of_an_interruption_is_one() -> None:
+    with stop_signals(), pytest.raises(Interrupted), interruptions_restored():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Interrupted:
+            raise TypeError("incompatible function arguments") from None
+    with stop_signals(), pytest.raises(TypeError), interruptions_restored():
+        raise TypeError("a fault of our own")
