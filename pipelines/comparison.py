@@ -107,18 +107,12 @@ def main(words: list[str] | None = None) -> None:
 
 
 def options(words: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="ACDC, or another data set; as for rdvit train where not given")
-    parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder of table, figures and trainings")
-    parser.add_argument("--dim", choices=("2d", "3d"), default="2d")
+    """The command line; the steps are those of the reference and the stacks."""
+    parser = study.recipe_options(__doc__)
     parser.add_argument("--preset", default="rdvit", help="the reference, which all others are compared with")
     parser.add_argument("--systems", nargs="*", choices=STACKS + OUTSIDE, default=[*STACKS, *OUTSIDE[:2]], help="the others")
     parser.add_argument("--fraction", type=float, default=0.1, help="share of the training patients")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each system")
-    parser.add_argument("--steps", type=int, default=800, help="optimiser steps of the reference and the stacks")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which the seconds of a step are measured")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for rdvit train, for all systems")
     return parser.parse_args(words)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import study
@@ -25,15 +24,9 @@ from rdvit.training.run import make_split
 
 def options(words: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="ACDC, or another data set; as for rdvit train where not given")
-    parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder of table, figure and trainings")
-    parser.add_argument("--dim", choices=("2d", "3d"), default="2d")
+    parser = study.recipe_options(__doc__)
     parser.add_argument("--presets", default="rdvit", help="systems, with commas")
     parser.add_argument("--fractions", default="0.1,0.25,0.5,1", help="shares of the training patients, with commas")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each system at each fraction")
-    parser.add_argument("--steps", type=int, default=800, help="optimiser steps of each training")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for rdvit train")
     return parser.parse_args(words)
 
 

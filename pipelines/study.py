@@ -86,6 +86,18 @@ def setting(description: str | None, words: Sequence[str] | None = None) -> Sett
     return Setting(crops, given.out, tuple(range(given.seeds)), *sizes, given.device)
 
 
+def recipe_options(description: str | None) -> argparse.ArgumentParser:
+    """What the command lines of studies of the whole recipe, on whole images, share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="ACDC, or another data set; as for rdvit train where not given")
+    parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder of table, figures and trainings")
+    parser.add_argument("--dim", choices=("2d", "3d"), default="2d")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each system")
+    parser.add_argument("--steps", type=int, default=800, help="optimiser steps of a training")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for rdvit train, for all systems")
+    return parser
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a study from the command line: messages on standard error, exit code 2 on wrong input, 130 or 143 when stopped."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

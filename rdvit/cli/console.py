@@ -26,8 +26,10 @@ def parse_loops(text: str | None) -> int | Literal["auto"] | None:
     Raises:
         ConfigError: If it is neither, or less than 1.
     """
-    if text is None or text == "auto":
-        return text  # type: ignore[return-value]
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
     if not text.removeprefix("-").isdecimal():
         raise ConfigError(f"expected a number of loops or auto, found '{text}'")
     if int(text) < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -168,7 +169,7 @@ class Block(nn.Module):
         x_BMD = x_BMD + self.dropout(self.attn.attend(q, seen_k, seen_v, mass_BM))
         groups = None if merger is None else merger.after_attention(k, t)
         if groups is not None:
-            x_BMD, k, v = groups.merge(x_BMD), _merge_heads(groups, k), _merge_heads(groups, v)
+            x_BMD, k, v = groups.merge(x_BMD), _of_heads(groups.merge, k), _of_heads(groups.merge, v)
         y_BMD, routing = self.ffn_norm(x_BMD), None
         if isinstance(self.ffn, ExpertBank):
             y_BMD = self.ffn(y_BMD, t, loops)
@@ -188,7 +189,7 @@ class Block(nn.Module):
         if self.kv_pool is None:
             return k_BHNK, v_BHNK, None if merger is None else merger.mass_BM
         if merger is not None and merger.groups is not None:
-            k_BHNK, v_BHNK = (_unmerge_heads(merger.groups, x) for x in (k_BHNK, v_BHNK))
+            k_BHNK, v_BHNK = (_of_heads(merger.groups.unmerge, x) for x in (k_BHNK, v_BHNK))
         return pool_tokens(k_BHNK, grid, self.kv_pool), pool_tokens(v_BHNK, grid, self.kv_pool), None
 
     def _mix_locally(self, x_BMD: Tensor, grid: tuple[int, ...], groups: Groups | None) -> Tensor:
@@ -208,14 +209,10 @@ def pool_tokens(x_BHNK: Tensor, grid: tuple[int, ...], sizes: tuple[int, ...]) -
     return x.flatten(2, -2)
 
 
-def _merge_heads(groups: Groups, x_BHNK: Tensor) -> Tensor:
-    """Keys or values, merged like their tokens."""
-    return rearrange(groups.merge(rearrange(x_BHNK, "b h n k -> b n (h k)")), "b n (h k) -> b h n k", h=x_BHNK.shape[1])
-
-
-def _unmerge_heads(groups: Groups, x_BHMK: Tensor) -> Tensor:
-    """Keys or values of merged tokens on the whole grid again."""
-    return rearrange(groups.unmerge(rearrange(x_BHMK, "b h m k -> b m (h k)")), "b n (h k) -> b h n k", h=x_BHMK.shape[1])
+def _of_heads(change: Callable[[Tensor], Tensor], x_BHNK: Tensor) -> Tensor:
+    """Keys or values, changed as tokens are: merged, or on the whole grid again."""
+    tokens = change(rearrange(x_BHNK, "b h n k -> b n (h k)"))
+    return rearrange(tokens, "b n (h k) -> b h n k", h=x_BHNK.shape[1])
 
 
 def _remember(selection: Selection, old_BHNK: Tensor, new_BHMK: Tensor) -> Tensor:

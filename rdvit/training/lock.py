@@ -1,4 +1,4 @@
-"""One training in a folder at a time."""
+"""One process at a time: SQLite's own lock is portable, and ends with its process, however that ends."""
 
 from __future__ import annotations
 
@@ -14,28 +14,43 @@ LOCK = "run.lock"
 
 
 @contextlib.contextmanager
-def sole_training(folder: Path) -> Iterator[None]:
-    """Holds a run's folder against other processes; the hold ends with this process, however that ends.
+def locked(file: Path, timeout: float) -> Iterator[None]:
+    """Lock a file, an empty one that is made for it, until the block ends.
 
-    SQLite's own lock is portable; its empty file goes with it, or stays after a kill and hinders nobody. Of several
-    processes of one training the first holds it.
+    Args:
+        file: The file; it stays.
+        timeout: Seconds to wait for another process.
+
+    Raises:
+        sqlite3.OperationalError: If another process holds it still, or the file cannot be opened.
+    """
+    with contextlib.closing(sqlite3.connect(file, timeout=timeout)) as lock:
+        lock.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+@contextlib.contextmanager
+def sole_training(folder: Path) -> Iterator[None]:
+    """Holds a run's folder against other processes.
+
+    The lock's file goes with it, or stays after a kill and hinders nobody. Of several processes of one training the first
+    holds it.
 
     Raises:
         ConfigError: If another process trains there.
     """
-    lock = None
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            lock = sqlite3.connect(folder / LOCK, timeout=0)
-            lock.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError as error:
-            if "locked" in str(error):  # a folder that cannot be written, or has no locks, is told of by what writes there
-                hint = "wait for it, or --out another folder"
-                raise ConfigError("another process is training in this folder", file=folder, hint=hint) from None
-    try:
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            try:
+                stack.enter_context(locked(folder / LOCK, timeout=0))
+                stack.callback(_remove, folder / LOCK)
+            except sqlite3.OperationalError as error:
+                if "locked" in str(error):  # a folder that cannot be written, or has no locks, is told of by what writes there
+                    hint = "wait for it, or --out another folder"
+                    raise ConfigError("another process is training in this folder", file=folder, hint=hint) from None
         yield
-    finally:
-        if lock is not None:
-            with contextlib.suppress(OSError):  # Windows does not delete an open file
-                (folder / LOCK).unlink()
-            lock.close()
+
+
+def _remove(file: Path) -> None:
+    with contextlib.suppress(OSError):  # Windows does not delete an open file
+        file.unlink()

@@ -23,6 +23,7 @@ from uuid import uuid4
 
 from rdvit.atomic import atomic
 from rdvit.errors import DataError
+from rdvit.training.lock import locked
 from rdvit.training.signals import held
 
 if TYPE_CHECKING:
@@ -325,9 +326,7 @@ def _setting_up(database: Path) -> Iterator[None]:
     if re.search(r"[%?]", database.as_posix()):
         raise ValueError(f"a database URI cannot hold the % or ? of {database}; set MLFLOW_TRACKING_URI")
     database.parent.mkdir(parents=True, exist_ok=True)
-    # SQLite's own lock is portable and ends with its process; the file stays, empty.
-    with contextlib.closing(sqlite3.connect(database.with_suffix(".lock"), timeout=60)) as lock:
-        lock.execute("BEGIN EXCLUSIVE")
+    with locked(database.with_suffix(".lock"), timeout=60):
         if not database.exists():
             _create(database)
         sqlite3.connect(database).close()
