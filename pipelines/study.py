@@ -43,7 +43,7 @@ CROP = (112, 112)  # pixels of 1.5 mm
 REDUCED: dict[str, Any] = {
     "model": {"stem": "patch", "patch_size": [8, 8], "skips": "image", "halting": "none"},
     "data": {"spacing": 1.5, "crop_size": CROP},
-    "training": {"batch_size": 16, "validate_every": 1_000_000},
+    "training": {"batch_size": 8, "validate_every": 1_000_000},
 }
 _log = logging.getLogger("rdvit")
 

@@ -7,11 +7,13 @@ that the CSV holds already is not measured again, so a run that was stopped goes
 
 Scores are of whole cases, at the trained loops, without halting unless ``--halting act``, which only the schedule ``single``
 can have. Time and memory are of one forward pass over a batch: slices of the first case, or windows of it in 3D, as inference
-takes them. Memory on a CPU is the largest sum of the tensors alive that the pass makes; on a GPU what PyTorch allocated.
+takes them; and of the loop alone (the stages of ``sret``), since stem and decoder see all tokens. Memory on a CPU is the
+largest sum of the tensors alive that the pass makes, on a GPU what PyTorch allocated; that of the loop is what it adds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import statistics
 import time
@@ -40,9 +42,11 @@ from rdvit.inference.cases import score_cases
 from rdvit.inference.precision import autocast
 from rdvit.inference.predictor import Predictor
 from rdvit.models.merging import Merging
+from rdvit.models.segmenter import Segmenter
+from rdvit.models.sret import SRet
 
 KEY = ("model", "schedule", "rate", "batch", "halting", "split", "cases", "device", "precision")
-MEASURES = ("merged", "dice", "hd95_mm", "ms_per_image", "peak_mb")
+MEASURES = ("merged", "dice", "hd95_mm", "ms_per_image", "loop_ms", "peak_mb", "loop_mb")
 PUBLISHED = [  # MergeOver (arXiv:2608.13141): SReT-T-distill on ImageNet-1K; constant and linear at r = 10 tokens a block
     {"schedule": "none", "rate": 0.0, "top-1": 77.39, "GFLOPs": 1.91},
     *(
@@ -143,12 +147,16 @@ class Table:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Largest sum of the bytes of tensors that were made inside and alive together."""
+    """Bytes of tensors that were made inside: those alive ``now``, and the most that were alive together since ``restart``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: set[int] = set()
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count the storages of its results."""
@@ -167,6 +175,63 @@ class PeakMemory(TorchDispatchMode):
         self.now -= size
 
 
+class CudaMemory(contextlib.AbstractContextManager["CudaMemory"]):
+    """The same of a GPU, by PyTorch's allocator."""
+
+    restart = staticmethod(torch.cuda.reset_peak_memory_stats)
+    now = property(lambda _: torch.cuda.memory_allocated())
+    peak = property(lambda _: torch.cuda.max_memory_allocated())
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to take back."""
+
+
+class LoopMeter:
+    """Seconds of the loop in one forward pass, and the bytes that it needs beyond what it finds.
+
+    Args:
+        model: A segmenter.
+        memory: What counts bytes; None for time alone.
+    """
+
+    def __init__(self, model: Segmenter, memory: PeakMemory | CudaMemory | None = None) -> None:
+        self.seconds, self.bytes, self.peak = 0.0, 0, 0
+        self._memory, self._start, self._found = memory, 0.0, 0
+        encoder: Any = model.encoder
+        modules = encoder.stages if isinstance(encoder, SRet) else [encoder.recurrence]
+        handles = [
+            (module.register_forward_pre_hook(self._begin), module.register_forward_hook(self._end)) for module in modules
+        ]
+        self._handles = [handle for pair in handles for handle in pair]
+
+    def _begin(self, *_: Any) -> None:
+        if self._memory is not None:
+            self._found, self.peak = self._memory.now, max(self.peak, self._memory.peak)
+            self._memory.restart()
+        self._start = _clock()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += _clock() - self._start
+        if self._memory is not None:
+            self.bytes = max(self.bytes, self._memory.peak - self._found)
+            self.peak = max(self.peak, self._memory.peak)
+
+    def close(self) -> LoopMeter:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        if self._memory is not None:
+            self.peak = max(self.peak, self._memory.peak)
+        return self
+
+
+def _clock() -> float:
+    """Seconds, with the work that a GPU was given done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def _score(predictor: Predictor, cases: Sequence[Case], class_names: dict[int, str], halting: Any) -> dict[str, Any]:
     """Mean Dice and HD95 over cases and structures."""
     results = score_cases(predictor, cases, class_names, None, halting)
@@ -176,7 +241,7 @@ def _score(predictor: Predictor, cases: Sequence[Case], class_names: dict[int, s
 
 @torch.no_grad()
 def _cost(predictor: Predictor, case: Case, batch: int, halting: Any, repeats: int) -> dict[str, Any]:
-    """Share of tokens merged, milliseconds per image, and peak memory in MB of a forward pass."""
+    """Share of tokens merged, milliseconds per image, and peak memory in MB of a forward pass and of its loop."""
     config, device = predictor.config, predictor.device
     image_1XYZ, _ = prepare_image(read_image(case.image), predictor.spacing, config.data.clip_percentiles)
     if config.model.spatial_dims == 2:
@@ -187,40 +252,41 @@ def _cost(predictor: Predictor, case: Case, batch: int, halting: Any, repeats: i
     images = units.repeat(-(-batch // len(units)), *[1] * (units.ndim - 1))[:batch]
     images = images.to(device).contiguous(memory_format=predictor.layout)
 
-    def run() -> float:
+    def run(memory: PeakMemory | CudaMemory | None = None) -> tuple[float, float, LoopMeter]:
+        """Share merged, seconds of the pass, and what the loop took of it."""
+        meter, start = LoopMeter(predictor.model, memory), _clock()
         with autocast(device, predictor.precision):
             _, record = predictor.model(images, None, halting, merging=predictor.merging, return_record=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return record.merged
+        return record.merged, _clock() - start, meter.close()
 
     predictor.model.eval()
-    merged, seconds = run(), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        with PeakMemory() as memory:
-            run()
-        peak = memory.peak
-    ms = 1000 * statistics.median(seconds) / batch
-    return {"merged": f"{merged:.4f}", "ms_per_image": f"{ms:.2f}", "peak_mb": f"{peak / 1e6:.1f}"}
+    merged = run()[0]
+    runs = [run() for _ in range(repeats)]
+    memory: PeakMemory | CudaMemory = CudaMemory() if device.type == "cuda" else PeakMemory()
+    with memory:
+        memory.restart()
+        before, (_, _, meter) = memory.now, run(memory)
+    ms, loop_ms = (
+        1000 * statistics.median(seconds) / batch for seconds in zip(*((r[1], r[2].seconds) for r in runs), strict=True)
+    )
+    times = {"ms_per_image": f"{ms:.2f}", "loop_ms": f"{loop_ms:.2f}"}
+    return {
+        "merged": f"{merged:.4f}",
+        **times,
+        "peak_mb": f"{(meter.peak - before) / 1e6:.1f}",
+        "loop_mb": f"{meter.bytes / 1e6:.1f}",
+    }
 
 
 def _figure(rows: Sequence[dict[str, str]]) -> Figure:
-    """A row of charts for each model: Dice, HD95, time and memory against the share that was merged."""
+    """A row of charts for each model: Dice, HD95, times and memory against the share that was merged."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     batches = sorted({int(row["batch"]) for row in rows})
-    figure = Figure(figsize=(16, 3.6 * len(models)), layout="constrained")
-    axes = figure.subplots(len(models), 4, squeeze=False)
-    for (name, line), measure in ((pair, m) for pair in zip(models, axes, strict=True) for m in range(4)):
-        key, ax = MEASURES[1:][measure], line[measure]
+    shown_measures = MEASURES[1:]
+    figure = Figure(figsize=(4 * len(shown_measures), 3.6 * len(models)), layout="constrained")
+    axes = figure.subplots(len(models), len(shown_measures), squeeze=False)
+    for (name, line), measure in ((pair, m) for pair in zip(models, axes, strict=True) for m in range(len(shown_measures))):
+        key, ax = shown_measures[measure], line[measure]
         own = [row for row in rows if row["model"] == name]
         shown = batches if measure >= 2 else [int(own[0]["batch"])]
         for schedule in dict.fromkeys(row["schedule"] for row in own if row["schedule"] != "none"):

@@ -25,6 +25,9 @@ from rdvit.models.attention import gather_tokens
 
 _log = logging.getLogger("rdvit")
 
+SIMILARITIES = 2**21
+"""So many similarities of token pairs are in memory at once: 8 MiB."""
+
 Schedule = Literal["single", "constant", "linear", "exponential"]
 
 
@@ -138,9 +141,7 @@ def match(keys_BHMK: Tensor, mass_BM: Tensor, count: int) -> Groups:
         mass_BM: Mass of each.
         count: Tokens that merge away, at most half.
     """
-    metric_BMK = F.normalize(keys_BHMK.float().mean(1), dim=-1, eps=1e-6)
-    with torch.autocast(keys_BHMK.device.type, enabled=False):
-        best_BA, partner_BA = (metric_BMK[:, ::2] @ metric_BMK[:, 1::2].mT).max(-1)
+    best_BA, partner_BA = most_similar(F.normalize(keys_BHMK.float().mean(1), dim=-1, eps=1e-6))
     merged_BR = best_BA.argsort(dim=1, descending=True, stable=True)[:, :count]
     absorbed_BR, into_BR = 2 * merged_BR, 2 * partner_BA.gather(1, merged_BR) + 1
     gone_BM = torch.zeros_like(mass_BM, dtype=torch.bool).scatter(1, absorbed_BR, True)
@@ -149,6 +150,18 @@ def match(keys_BHMK: Tensor, mass_BM: Tensor, count: int) -> Groups:
     keeper_BL = gone_BM.to(torch.uint8).argsort(dim=1, stable=True)[:, : mass_BM.shape[1] - count]
     mass_BL = mass_BM.gather(1, keeper_BL).scatter_add(1, index_BM.gather(1, absorbed_BR), mass_BM.gather(1, absorbed_BR))
     return Groups(index_BM, keeper_BL, absorbed_BR, mass_BM, mass_BL)
+
+
+def most_similar(metric_BMK: Tensor) -> tuple[Tensor, Tensor]:
+    """For every second token, from the first: its largest product with one of the others, and with which, both (B, A).
+
+    Rows are taken a few at a time: all products at once would need more memory than the merge saves.
+    """
+    first_BAK, other_BKL = metric_BMK[:, ::2], metric_BMK[:, 1::2].mT
+    rows = max(1, SIMILARITIES // (len(metric_BMK) * other_BKL.shape[2]))
+    with torch.autocast(metric_BMK.device.type, enabled=False):
+        found = [(rows_BRK @ other_BKL).max(-1) for rows_BRK in first_BAK.split(rows, dim=1)]
+    return torch.cat([values for values, _ in found], dim=1), torch.cat([indices for _, indices in found], dim=1)
 
 
 class TokenMerger:

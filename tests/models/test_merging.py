@@ -111,6 +111,14 @@ def test_masses_do_not_change_who_merges_and_images_do_not_either() -> None:
         assert torch.equal(match(keys[b : b + 1], torch.ones(1, 12), 4).index_BN[0], together.index_BN[b])
 
 
+def test_rows_taken_a_few_at_a_time_match_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, ones = draw(3, 2, 37, 4), torch.ones(3, 37)
+    whole = match(keys, ones, 9)
+    for few in (1, 100):  # a row at a time, and some that do not divide the rows
+        monkeypatch.setattr(merging_module, "SIMILARITIES", few)
+        assert torch.equal(match(keys, ones, 9).index_BN, whole.index_BN)
+
+
 def test_matching_goes_with_a_permutation_of_tokens() -> None:
     """Permuted among the even places and among the odd ones, the same tokens merge."""
     keys = draw(1, 2, 14, 4)
