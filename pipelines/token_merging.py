@@ -9,6 +9,7 @@ Scores are of whole cases, at the trained loops, without halting unless ``--halt
 can have. Time and memory are of one forward pass over a batch: slices of the first case, or windows of it in 3D, as inference
 takes them; and of the loop alone (the stages of ``sret``), since stem and decoder see all tokens. Memory on a CPU is the
 largest sum of the tensors alive that the pass makes, on a GPU what PyTorch allocated; that of the loop is what it adds.
+``--attention explicit`` measures with attention that holds its weights, as published; fused kernels never do.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 import typer
 from matplotlib.figure import Figure
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,7 +47,7 @@ from rdvit.models.merging import Merging
 from rdvit.models.segmenter import Segmenter
 from rdvit.models.sret import SRet
 
-KEY = ("model", "schedule", "rate", "batch", "halting", "split", "cases", "device", "precision")
+KEY = ("model", "schedule", "rate", "batch", "halting", "split", "cases", "device", "precision", "attention")
 MEASURES = ("merged", "dice", "hd95_mm", "ms_per_image", "loop_ms", "peak_mb", "loop_mb")
 PUBLISHED = [  # MergeOver (arXiv:2608.13141): SReT-T-distill on ImageNet-1K; constant and linear at r = 10 tokens a block
     {"schedule": "none", "rate": 0.0, "top-1": 77.39, "GFLOPs": 1.91},
@@ -77,6 +79,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Passes that are timed; the median counts.")] = 5,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     precision: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16.")] = "auto",
+    attention: Annotated[Literal["fused", "explicit"], typer.Option(help="Explicit attention holds its weights.")] = "fused",
 ) -> None:
     """Measure every model at every schedule, rate and batch size."""
     dataset = load_data(data)
@@ -105,20 +108,19 @@ def main(
                     len(chosen),
                     predictor.device,
                     predictor.precision.name,
+                    attention,
                 )
                 row = dict(zip(KEY, map(str, how), strict=True))
                 if table.find(row):
                     continue
-                score = table.find({**row, "batch": None}) or _score(predictor, chosen, info.class_names, halting)
-                table.add(
-                    {
-                        **row,
-                        **{k: score[k] for k in ("dice", "hd95_mm")},
-                        **_cost(predictor, chosen[0], batch, halting, repeats),
-                    }
+                score = table.find({**row, "batch": None, "attention": None}) or _score(
+                    predictor, chosen, info.class_names, halting
                 )
+                with sdpa_kernel(SDPBackend.MATH) if attention == "explicit" else contextlib.nullcontext():
+                    cost = _cost(predictor, chosen[0], batch, halting, repeats)
+                table.add({**row, **{k: score[k] for k in ("dice", "hd95_mm")}, **cost})
                 console().print(f"{folder} {schedule} {merging.rate:g} batch {batch}: done")
-    rows = [row for row in table.rows if Path(row["model"]) in models]
+    rows = [row for row in table.rows if Path(row["model"]) in models and row["attention"] == attention]
     print_table("measured", [{k: _number(v) for k, v in row.items() if k in (*KEY[:5], *MEASURES)} for row in rows])
     print_table("published: MergeOver, ImageNet-1K, SReT-T-distill", PUBLISHED)
     save_figure(_figure(rows), out / "token_merging.png")

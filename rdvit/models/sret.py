@@ -102,6 +102,7 @@ class SlicedBlock(nn.Module):
         y_BND, k_BHNK = sliced_attention(self.attn, self.attn_norm(x_BND), slices, order_N, mass_BN)
         x_BND = self.attn_scales(x_BND, self.drop_path(y_BND))
         groups = None if merger is None else merger.after_attention(k_BHNK, step)
+        del y_BND, k_BHNK  # k is a view of q, k and v together; the feed-forward needs the most memory as it is
         if groups is not None:
             x_BND = groups.merge(x_BND)
         return self.ffn_scales(x_BND, self.drop_path(self.ffn(self.ffn_norm(x_BND))))

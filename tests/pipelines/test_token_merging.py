@@ -55,7 +55,7 @@ def test_runs_through_and_goes_on(
     info = ModelInfo(config, {1: "RV", 2: "MYO", 3: "LV"}, {})
     save_model(tmp_path / "model", build_segmenter(config.model, seed=0), info)
     how = {"split": "fold0-val", "cases": 1, "rates": "0.25", "halting": "none", "repeats": 1, "device": "cpu"}
-    how |= {"precision": "fp32", "out": tmp_path / "out"}
+    how |= {"precision": "fp32", "attention": "fused", "out": tmp_path / "out"}
     study.main([tmp_path / "model"], phantom, schedules="single", batches="2", **how)
     first = (tmp_path / "out" / "token_merging.csv").read_text()
     study.main([tmp_path / "model"], phantom, schedules="single,linear", batches="2", **how)
