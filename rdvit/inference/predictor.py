@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from rdvit.data.volume import Volume
 from rdvit.errors import DataError, ModelError
 from rdvit.inference.anytime import Loops, Pace
 from rdvit.inference.precision import Precision, autocast, choose_device, choose_precision
+from rdvit.models.build import channels_last, for_inference
 from rdvit.models.merging import Merging
 from rdvit.models.recurrence import LoopRecord
 from rdvit.models.segmenter import Halting, Segmenter, crop
@@ -86,9 +86,8 @@ class Predictor:
         self.info, self.config, self.merging = info, info.config, merging
         self.device = choose_device(device)
         self.precision = choose_precision(precision, self.device) if isinstance(precision, str) else precision
-        layout: Any = torch.channels_last if self.config.model.spatial_dims == 2 else torch.channels_last_3d
-        self.model = model.to(self.device)
-        self.layout = layout
+        self.model = for_inference(model.to(self.device))
+        self.layout = channels_last(self.model, self.config.model.spatial_dims)
         self.class_values = np.array([0, *info.class_names])
         self.spacing = self.config.data.working_spacing
         self.keep_largest = self.config.data.keep_largest is True if keep_largest is None else keep_largest

@@ -219,6 +219,7 @@ def _remember(selection: Selection, old_BHNK: Tensor, new_BHMK: Tensor) -> Tenso
     """Keys or values with halted tokens as they were."""
     if selection.index_BM is None:
         return torch.where(selection.halted_BN[:, None, :, None], old_BHNK, new_BHMK)
-    index = selection.index_BM[:, None, :, None].expand_as(new_BHMK)
-    new_BHMK = torch.where(selection.padding_BM[:, None, :, None], old_BHNK.gather(2, index), new_BHMK.to(old_BHNK.dtype))
-    return old_BHNK.scatter(2, index, new_BHMK)
+    old_BNHK, new_BMHK = old_BHNK.transpose(1, 2), new_BHMK.transpose(1, 2)
+    padding = selection.padding_BM[..., None, None]
+    new_BMHK = torch.where(padding, gather_tokens(old_BNHK, selection.index_BM), new_BMHK.to(old_BHNK.dtype))
+    return scatter_tokens(old_BNHK, selection.index_BM, new_BMHK).transpose(1, 2)

@@ -70,10 +70,9 @@ class Experts(nn.Module):
         """Send every token through its experts: sort by expert, one product per expert, put back, weigh and add."""
         x_ND = x_BMD.reshape(-1, x_BMD.shape[-1])
         probabilities_NE, chosen_Nk, gates_Nk = self.route(x_ND)
-        token_R, place_Nk, rows = self._dispatch(chosen_Nk)
-        chunks = x_ND.index_select(0, token_R).split(rows)
-        w_in, w_out = self.w_in, self.w_out  # read once: with a low-rank update each reading makes them anew
-        out_RD = torch.cat([swiglu(chunk, w_in[e], w_out[e]) for e, chunk in enumerate(chunks) if len(chunk)])
+        whole = x_ND.device.type == "cpu" and x_ND.dtype != torch.float32
+        token_R, place_Nk, rows = self._dispatch(chosen_Nk, ROWS if whole else 1)
+        out_RD = self._through_experts(x_ND.index_select(0, token_R), rows)
         weights_Nk = gates_Nk.to(out_RD.dtype)  # gather, weigh and sum in one pass
         y_ND = F.embedding_bag(place_Nk, out_RD, per_sample_weights=weights_Nk, mode="sum")
         if self.shared is not None:
@@ -82,14 +81,26 @@ class Experts(nn.Module):
         batch = x_BMD.shape[:2]
         return y_ND.view_as(x_BMD), Routing(probabilities_NE.view(*batch, -1), gates_NE.view(*batch, -1))
 
-    def _dispatch(self, chosen_Nk: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    def _through_experts(self, x_RD: Tensor, rows: list[int]) -> Tensor:
+        """Rows through the expert that each belongs to, expert by expert."""
+        w_in, w_out = self.w_in, self.w_out  # read once: with a low-rank update each reading makes them anew
+        inputs = x_RD.split(rows)
+        if torch.is_grad_enabled():
+            return torch.cat([swiglu(x, w_in[e], w_out[e]) for e, x in enumerate(inputs) if len(x)])
+        for e, x in enumerate(inputs):
+            if len(x):
+                x.copy_(swiglu(x, w_in[e], w_out[e]))  # each row is read once
+        return x_RD
+
+    def _dispatch(self, chosen_Nk: Tensor, step: int) -> tuple[Tensor, Tensor, list[int]]:
         """Which token each row holds (R,), which row each token-expert pair has (N, k), and how many rows each expert.
 
-        An expert's rows are filled up to a round number: a CPU compiles a product for every new one.
+        An expert's rows are filled up to a round number where that is asked for: for bfloat16 a CPU compiles a product for
+        every new one.
         """
         order_P = chosen_Nk.flatten().argsort(stable=True)  # token-expert pairs, expert by expert
         counts = torch.bincount(chosen_Nk.flatten(), minlength=self.num_experts).tolist()
-        rows = [_rounded(count) for count in counts]
+        rows = [_rounded(count, step) for count in counts]
         fillings = [0, *accumulate(row - count for row, count in zip(rows, counts, strict=True))]  # before each expert
         shift_P = torch.tensor(fillings[:-1], device=order_P.device)[chosen_Nk.flatten()[order_P]]
         place_P = torch.arange(len(order_P), device=order_P.device) + shift_P
@@ -102,9 +113,9 @@ class Experts(nn.Module):
         self.router_bias_E += rate * torch.sign(load_E.mean() - load_E)
 
 
-def _rounded(count: int) -> int:
-    """``count`` rounded up to whole ``ROWS``, or quarters of it where few are left."""
-    step = ROWS if count > ROWS else max(1, ROWS // 4)
+def _rounded(count: int, step: int) -> int:
+    """``count`` rounded up to whole steps, or quarters of one where few are left."""
+    step = step if count > step else max(1, step // 4)
     return -(-count // step) * step
 
 

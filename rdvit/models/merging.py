@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rdvit.errors import ConfigError, ModelError
-from rdvit.models.attention import gather_tokens
+from rdvit.models.attention import add_tokens, gather_tokens
 
 _log = logging.getLogger("rdvit")
 
@@ -107,9 +107,9 @@ class Groups:
         """Means (B, M, D) over the groups, weighted by mass; a token alone keeps its value bit for bit."""
         kept_BMD = gather_tokens(x_BND, self.keeper_BM)
         weight_BM = self.weight_BN.gather(1, self.keeper_BM)
-        into_BR1 = self.index_BN.gather(1, self.absorbed_BR)[..., None]
+        into_BR = self.index_BN.gather(1, self.absorbed_BR)
         absorbed_BRD = gather_tokens(x_BND, self.absorbed_BR) * self.weight_BN.gather(1, self.absorbed_BR)[..., None]
-        sums_BMD = (kept_BMD * weight_BM[..., None]).scatter_add(1, into_BR1.expand_as(absorbed_BRD), absorbed_BRD)
+        sums_BMD = add_tokens(kept_BMD * weight_BM[..., None], into_BR, absorbed_BRD)
         means_BMD = (sums_BMD / self.mass_BM[..., None]).to(x_BND.dtype)
         return torch.where((self.mass_BM > weight_BM)[..., None], means_BMD, kept_BMD)
 

@@ -285,19 +285,17 @@ class Recurrence(nn.Module):
         """F, one loop: block input, block, LoRA, injection; halted tokens keep all they had."""
         t, loops, grid, selection, merger = turn
         e_BND = e_BND if carry is None else carry.e_BND
-        if selection is None or carry is None:
-            u_BND = self._block_input(h_BND, e_BND, t)
-        else:
-            u_BMD = self._block_input(selection.gather(h_BND), selection.gather(e_BND), t)
-            u_BND = selection.write(carry.u_BND, u_BMD)
+        h_BMD, e_BMD = (x_BND if selection is None else selection.gather(x_BND) for x_BND in (h_BND, e_BND))
+        u_BMD = self._block_input(h_BMD, e_BMD, t)
+        u_BND = u_BMD if selection is None or carry is None else selection.write(carry.u_BND, u_BMD)
         block = self.blocks[0 if self.config.shared_block else t]
         v_BMD, memory, routing = block(u_BND, grid, selection, None if carry is None else carry.memory, t, loops, merger)
-        if merger is not None:
+        if merger is not None:  # tokens may just have merged
             h_BND, e_BND, u_BND = (merger.align(x_BND) for x_BND in (h_BND, e_BND, u_BND))
+            h_BMD, e_BMD = (x_BND if selection is None else selection.gather(x_BND) for x_BND in (h_BND, e_BND))
         if self.lora is not None:
             v_BMD = v_BMD + self.lora(v_BMD, t)
         if self.injection is not None:
-            h_BMD, e_BMD = (x if selection is None else selection.gather(x) for x in (h_BND, e_BND))
             v_BMD = self.injection(h_BMD, e_BMD, v_BMD)
         h_BND = v_BMD if selection is None else selection.write(h_BND, v_BMD)
         return Carry(h_BND, e_BND, u_BND, memory), routing

@@ -82,7 +82,7 @@ def network(config: Config, class_names: dict[int, str] | None = None) -> Predic
     predictor = Predictor(model, ModelInfo(config, class_names or ACDC), "cpu", "fp32")
     image = normalize(torch.from_numpy(smooth((30, 26, 6), np.eye(4)).array), config.data.clip_percentiles)
     deviation_C, mean_C = torch.std_mean(predictor.run(image[None])[:-1].flatten(1), dim=1)
-    head = model.decoder.out.conv.conv
+    head = predictor.model.decoder.out.conv.conv
     head.weight.data /= deviation_C.view(-1, *[1] * (head.weight.ndim - 1))
     head.bias.data = (head.bias.data - mean_C) / deviation_C
     return predictor

@@ -11,7 +11,15 @@ from torch import nn
 
 from rdvit.config import PRESETS, BankConfig, Config, ExpertsConfig, ModelConfig, resolve_config
 from rdvit.errors import ModelError
-from rdvit.models.build import build_segmenter, count_parameters, expert_layers, parameter_groups, unroll
+from rdvit.models.build import (
+    build_segmenter,
+    channels_last,
+    count_parameters,
+    expert_layers,
+    for_inference,
+    parameter_groups,
+    unroll,
+)
 from rdvit.models.feedforward import FeedForward
 from rdvit.models.recurrence import Recurrence
 
@@ -50,6 +58,33 @@ def test_presets_segment(name: str) -> None:
     model = build_segmenter(preset("2d", name, embed_dim=48, num_heads=2, stem_channels=4).model)
     assert model(torch.zeros(1, 1, 24, 16)).shape == (1, 4, 24, 16)
     assert len(expert_layers(model)) == (name == "rdvit-moe")
+
+
+@pytest.mark.parametrize("dim", ["2d", "3d"])
+@pytest.mark.parametrize("name", ["rdvit", "bvit", "sret"])
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_for_inference_is_the_same_function_with_the_same_loop(
+    dim: str, name: str, norm: str, randomize: Callable[[nn.Module], None]
+) -> None:
+    model = build_segmenter(preset(dim, name, embed_dim=48, num_heads=2, stem_channels=4, norm=norm).model, seed=0)
+    randomize(model)
+    images = torch.randn(2, 1, 32, 32, *[2] * (dim == "3d"), generator=torch.Generator().manual_seed(1))
+    model(images)  # batch norms learn a mean and a variance
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    folded = for_inference(model)
+    norms = [m for m in folded.modules() if isinstance(m, nn.BatchNorm2d | nn.BatchNorm3d)]
+    assert not norms
+    channels_last(folded, images.ndim - 2)
+    for part in folded.modules():
+        if isinstance(part, nn.Conv2d | nn.Conv3d):
+            layout: Any = torch.channels_last if part.weight.ndim == 4 else torch.channels_last_3d
+            assert part.weight.is_contiguous(memory_format=layout)
+    with torch.no_grad():
+        expected = model(images)
+        torch.testing.assert_close(folded(images), expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    own, loops = dict(model.named_parameters()), [n for n, _ in folded.named_parameters() if not n.startswith("decoder")]
+    assert all(dict(folded.named_parameters())[n] is own[n] for n in loops if "stem" not in n)
 
 
 PLAIN: dict[str, Any] = {"injection": "none", "lora_rank": 0, "loop_embedding": False, "halting": "none"}
