@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rdvit.cli.console import check_output, console, error_line, parse_loops, print_json, print_table, progress_bar
+from rdvit.cli.startup import keep_memory
 from rdvit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def evaluate(
 
 
 def _score_model(data: Path | None, split: str, model: str | None, how: tuple[Any, ...], runs: Path) -> list[dict[str, Any]]:
+    keep_memory()
     from rdvit.checkpoint import find_model, load_model, shown_name
     from rdvit.data.datalist import load_data, select
     from rdvit.data.default import default_data

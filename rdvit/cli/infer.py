@@ -18,7 +18,7 @@ from rdvit.cli.console import (
     print_table,
     progress_bar,
 )
-from rdvit.cli.startup import import_monai
+from rdvit.cli.startup import import_monai, keep_memory
 from rdvit.errors import ConfigError, DataError, ModelError, RdvitError
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def infer(
     check_output(out, [], overwrite)
     wishes = Wishes(number, max_seconds, halting, frame, all_frames, series, maps, preview)
 
+    keep_memory()
     import_monai()
     from rdvit import __version__
     from rdvit.checkpoint import DESCRIPTION, WEIGHTS, find_model, load_model, shown_name
