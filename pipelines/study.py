@@ -1,7 +1,7 @@
 """What the studies share: a setting that fits two CPU cores, crops around the heart, trainings that are made once, tables.
 
 Reduced setting: 10 % of the training patients of fold 0, crops of 168 mm around the heart found without labels, slices, and a
-network of width 96 whose decoder sees the image but no convolutional pyramid, so that the tokens have to carry the structure.
+network of width 96 whose small decoder sees the image but no convolutional pyramid, so that the tokens have to carry the structure.
 Every training is kept under ``OUT/models/`` by a digest of its configuration and data: a study that is started again goes on
 where it was stopped, and studies share what they have in common.
 """
@@ -41,7 +41,7 @@ from rdvit.training.signals import Interrupted, stop_signals
 CROP_MM = 168.0  # holds 99.9 % of the labelled voxels of the 28 ACDC patients of the default setting, 99.4 % of the worst
 CROP = (112, 112)  # pixels of 1.5 mm
 REDUCED: dict[str, Any] = {
-    "model": {"stem": "patch", "patch_size": [8, 8], "skips": "image", "halting": "none"},
+    "model": {"stem": "patch", "patch_size": [8, 8], "skips": "image", "stem_channels": 8, "halting": "none"},
     "data": {"spacing": 1.5, "crop_size": CROP},
     "training": {"batch_size": 8, "validate_every": 1_000_000},
 }
@@ -73,7 +73,7 @@ def setting(description: str | None, words: Sequence[str] | None = None) -> Sett
     parser.add_argument("--data", type=Path, help="ACDC, or another data set; as for rdvit train where not given")
     parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder of tables, figures and trainings")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each system")
-    parser.add_argument("--steps", type=int, default=400, help="optimiser steps of a training")
+    parser.add_argument("--steps", type=int, default=300, help="optimiser steps of a training")
     parser.add_argument("--fraction", type=float, default=0.1, help="share of the training patients")
     parser.add_argument("--width", type=int, default=96, help="token width of the reference")
     parser.add_argument("--heads", type=int, default=3, help="attention heads")
