@@ -1,7 +1,7 @@
 """What the studies share: a setting that fits two CPU cores, crops around the heart, trainings that are made once, tables.
 
 Reduced setting: 10 % of the training patients of fold 0, crops of 168 mm around the heart found without labels, slices, and a
-network of width 96 whose small decoder sees the image but no convolutional pyramid, so that the tokens have to carry the structure.
+network of width 96 whose small decoder sees the image but no convolutional pyramid, so that the tokens carry the structure.
 Every training is kept under ``OUT/models/`` by a digest of its configuration and data: a study that is started again goes on
 where it was stopped, and studies share what they have in common.
 """

@@ -13,7 +13,7 @@ import study
 from rdvit.analysis.charts import seeds_curve
 from rdvit.analysis.figures import save_figure
 
-SHARES = (0.5, 1.0, 1.5, 2.0)  # of --width
+SHARES = (0.5, 1.0, 2.0)  # of --width
 
 
 def main(words: list[str] | None = None) -> None:
